@@ -21,14 +21,15 @@ from outbox.contrib.django.settings.definition import definitions
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
-from tests.house.tables import TABLES, names_of_tables, rendered, thresholds
+from tests.house.tables import SETTINGS, TABLES, names_of_tables, rendered, thresholds
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 CODE = [path for folder in ("outbox", "spark") for path in sorted((ROOT / folder).rglob("*.py"))]
-KINDS = [OutboxSettings, TopicOptions, DeclaredForward, DeclaredReceive, DeclaredSchedule, TaskOptions]
+KINDS = [*SETTINGS, TopicOptions, DeclaredForward, DeclaredReceive, DeclaredSchedule, TaskOptions]
 ALL = [one for kind in KINDS for one in definitions(kind).values()]
-WITH_WORDS = [OutboxSettings, TopicOptions]
+OF_OUTBOX = [one for kind in SETTINGS for one in definitions(kind).values()]
+WITH_WORDS = [*SETTINGS, TopicOptions]
 
 # They take the whole environment, or a part of it under another name; the variables that they then look up.
 WHOLE = {
@@ -85,7 +86,7 @@ def test_every_table_is_on_one_page() -> None:
 
 def test_every_setting_is_in_a_table_of_the_documents() -> None:
     text = "".join(table() for name, table in TABLES.items() if name.startswith("settings "))
-    assert [one.name for one in definitions(OutboxSettings).values() if f"| `{one.name}` |" not in text] == []
+    assert [one.name for one in OF_OUTBOX if f"| `{one.name}` |" not in text] == []
 
 
 def test_every_option_of_subscriber_is_in_its_table() -> None:
@@ -103,7 +104,7 @@ def test_an_outdated_table_is_found() -> None:
 
 
 def test_every_setting_that_is_named_is_defined() -> None:
-    known = {one.name for one in definitions(OutboxSettings).values()}
+    known = {one.name for one in OF_OUTBOX}
     for path in [*CODE, *PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"""OUTBOX\[\\?["']([A-Z_]+)\\?["']\]""", text)) - known == set(), path
@@ -122,7 +123,8 @@ def test_every_setting_is_read() -> None:
     elsewhere = "\n".join(path.read_text(encoding="utf-8") for path in CODE if path.parent.name != "settings")
     # Read through the property `check`.
     of_check = {"max_check_age_seconds"}
-    assert {name for name in definitions(OutboxSettings) if not re.search(rf"\.{name}\b", elsewhere)} <= of_check
+    names = {name for kind in SETTINGS for name in definitions(kind)}
+    assert {name for name in names if not re.search(rf"\.{name}\b", elsewhere)} <= of_check
 
 
 def test_only_one_module_reads_the_dictionary() -> None:

@@ -10,6 +10,7 @@ from django.core.management import load_command_class
 
 from tests.django import configured
 from tests.documents import AROUND, FOR_DATA_TEAMS, FOR_OPERATORS
+from tests.part_apps import app_of, command_files
 from tests.test_conformance import missing, named
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -58,7 +59,7 @@ def test_every_block_of_code_begins_and_ends_on_a_line_of_its_own() -> None:
 
 # `tests/test_operator_documents.py` parses the commands of these pages.
 COVERED = {*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND}
-COMMANDS = {path.stem for path in (DOCS.parent / "outbox/contrib/django/management/commands").glob("outbox_*.py")}
+COMMANDS = {path.stem for path in command_files()}
 GUIDES = [path for path in sorted((DOCS / "migration").glob("*.md")) if path.stem != "index"]
 
 
@@ -83,7 +84,7 @@ def test_every_command_has_its_arguments() -> None:
     for line in lines:
         if found := re.search(r"manage\.py (outbox_\w+)([^|]*)", line):
             assert found[1] in COMMANDS, line
-            parser = load_command_class("outbox.contrib.django", found[1]).create_parser("manage.py", found[1])
+            parser = load_command_class(app_of(found[1]), found[1]).create_parser("manage.py", found[1])
             parser.parse_args(shlex.split(found[2], comments=True))
 
 

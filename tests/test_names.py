@@ -8,13 +8,15 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from django.core.management import find_commands
 from django.utils.module_loading import import_string
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.contrib.django.settings.conf import ENVIRONMENT, OutboxSettings, TopicOptions
+from outbox.contrib.django.settings.conf import ENVIRONMENT, TopicOptions
+from outbox.contrib.django.settings.definition import definitions
 from tests.django import configured
+from tests.house.tables import SETTINGS
+from tests.part_apps import command_files
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
 BY_PATH = "By their paths"
@@ -31,16 +33,15 @@ def names_of_the_page() -> dict[str, list[str]]:
 
 def names_of_the_code() -> dict[str, set[str]]:
     """Section -> what the code offers."""
-    management = Path(outbox.contrib.django.__path__[0]) / "management"
     scripts = importlib.metadata.entry_points(group="console_scripts")
     ours = {script.name for script in scripts if script.value.split(".")[0] in ("outbox", "outbox_spark")}
     return {
         "outbox": set(outbox.__all__),
         "outbox.contrib.django": set(outbox.contrib.django.__all__),
-        "Settings: OUTBOX": {item.name.upper() for item in fields(OutboxSettings)},
+        "Settings: OUTBOX": {one.name for kind in SETTINGS for one in definitions(kind).values()},
         'Options of a topic: OUTBOX["TOPICS"][name]': {item.name for item in fields(TopicOptions)},
         "Environment variables": {variable.name for variable in ENVIRONMENT},
-        "Commands": set(find_commands(str(management))) | ours,
+        "Commands": {path.stem for path in command_files()} | ours,
         "Errors: outbox.errors": {
             name
             for name, value in vars(errors).items()

@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, find_commands, get_commands, load_command_class
+from django.core.management import CommandError, get_commands, load_command_class
 
 from outbox.contrib.django.operations.known_conditions import catalogue
 from spark import cli
@@ -27,6 +27,7 @@ from tests.documents import (
     commands_in_sentences,
     text_of,
 )
+from tests.part_apps import command_files
 from tests.test_architecture import anchors
 
 PAGES = [*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND]
@@ -63,10 +64,9 @@ def test_every_command_is_accepted() -> None:
 
 
 def test_every_command_of_outbox_is_on_a_page() -> None:
-    folder = ROOT / "outbox" / "contrib" / "django" / "management"
     named = {one.words[0] for _, one in ALL}
     # docs/schedules.md, docs/events.md and docs/rocketmq.md have them.
-    assert set(find_commands(str(folder))) - named == {"outbox_schedule", "outbox_contract", "outbox_relay"}
+    assert {path.stem for path in command_files()} - named == {"outbox_schedule", "outbox_contract", "outbox_relay"}
 
 
 def test_a_wrong_command_is_found() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from django.core.management import load_command_class
+from django.core.management import get_commands, load_command_class
 from docutils import nodes
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
@@ -24,7 +24,6 @@ from outbox import errors
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.summary import Overview, Summary
-from outbox.contrib.django.management import commands as commands_package
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import PrometheusRecorder
 from spark.comparison.classify import FAULTS, FindingClass
@@ -35,12 +34,12 @@ _DOCS: Final = Path(__file__).parent.parent
 
 def commands() -> str:
     """Each command with its help, its subcommands and their arguments."""
-    folder = Path(next(iter(commands_package.__path__)))
-    return "\n".join(line for path in sorted(folder.glob("outbox_*.py")) for line in _command(path.stem))
+    names = sorted(name for name, app in get_commands().items() if str(app).startswith("outbox."))
+    return "\n".join(line for name in names for line in _command(name))
 
 
 def _command(name: str) -> Iterator[str]:
-    parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+    parser = load_command_class(get_commands()[name], name).create_parser("manage.py", name)
     yield f"## `{name}`\n\n{parser.description}\n"
     yield from _arguments(parser, name)
 

@@ -47,6 +47,7 @@ from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence, undivide_inboxes
+from tests.part_apps import app_of
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "no_events")
 
@@ -470,7 +471,7 @@ def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:
     ]
     for command in cases:
         name = f"outbox_{command}"
-        parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+        parser = load_command_class(app_of(name), name).create_parser("manage.py", name)
         [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
         assert subcommands is not None
         every = {f"{name} {word}" for word in subcommands}

@@ -19,6 +19,7 @@ from tests.django.console.support import bury
 from tests.django.support import sequence
 from tests.django.test_actions import CASES
 from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
+from tests.part_apps import app_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("databases", "no_subscribers")]
 
@@ -84,7 +85,7 @@ def exit_code(name: str, words: list[str], out: StringIO) -> object:
 
 
 def accepts_no_input(name: str, words: list[str]) -> bool:
-    parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+    parser = load_command_class(app_of(name), name).create_parser("manage.py", name)
     try:
         parser.parse_args([*words, "--no-input"])
     except (SystemExit, CommandError):

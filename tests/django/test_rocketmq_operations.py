@@ -13,10 +13,10 @@ from django.core.management import CommandError, load_command_class
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console.urls import urlpatterns
 from outbox.contrib.django.engine.operator_table import COMMANDS, METRICS, PAGES, refused_command, refused_page
+from tests.part_apps import app_of, command_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "rocketmq-operations.md"
-FOLDER = ROOT / "outbox/contrib/django/management/commands"
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> N
 
 def every_command() -> Iterator[str]:
     """Each command, with its subcommands, and with the options that choose an action."""
-    for path in FOLDER.glob("outbox_*.py"):
-        command = load_command_class("outbox.contrib.django", path.stem)
+    for path in command_files():
+        command = load_command_class(app_of(path.stem), path.stem)
         parser = command.create_parser("manage.py", path.stem)
         words = [one for one in parser._actions if one.dest == "action"]
         if not words or not words[0].required:
@@ -50,7 +50,7 @@ def test_the_table_has_every_command_page_and_metric() -> None:
 @pytest.mark.parametrize("name", sorted(name for name, instead in COMMANDS.items() if instead))
 def test_a_command_that_lacks_says_what_to_use_instead(name: str, on_rocketmq: None) -> None:
     command, _, word = name.partition(" ")
-    loaded = load_command_class("outbox.contrib.django", command)
+    loaded = load_command_class(app_of(command), command)
     options = {word.removeprefix("--").replace("-", "_"): True} if word.startswith("--") else {"action": word or None}
     with pytest.raises(CommandError) as raised:
         loaded.execute(**{"force_color": False, "no_color": True, "skip_checks": True, **options})

@@ -28,6 +28,7 @@ from tests.django.broker_world import new_world
 from tests.django.faults import wrong_ledger
 from tests.django.state import decisions, rolled_back
 from tests.django.test_commands import call, call_json, consume
+from tests.part_apps import app_of
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -205,7 +206,7 @@ PAGED = ["dead_letter list", "message list", "transaction list"]
 def parsers() -> Iterator[tuple[str, ArgumentParser]]:
     """Each command, and each action of those that have several."""
     for name in ANSWERS:
-        parser = load_command_class("outbox.contrib.django", f"outbox_{name}").create_parser("manage.py", name)
+        parser = load_command_class(app_of(f"outbox_{name}"), f"outbox_{name}").create_parser("manage.py", name)
         inner = [action for action in parser._actions if isinstance(action, _SubParsersAction)]
         yield from (
             ((f"{name} {choice}", one) for choice, one in inner[0].choices.items()) if inner else [(name, parser)]

@@ -27,7 +27,7 @@ def main() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     print(f"words of documents: {sum(len(text.split()) for text in map(read, pages)):,} on {len(pages)} pages")
     print(f"decisions: {len(list((ROOT / 'docs/decisions').glob('[0-9]*.md')))}")
-    print(f"commands: {len(list((ROOT / 'outbox/contrib/django/management/commands').glob('outbox_*.py')))}")
+    print(f"commands: {len(list((ROOT / 'outbox/contrib').glob('*/management/commands/outbox_*.py')))}")
     names = read(ROOT / "docs/names.md").partition("## Settings")[2].partition("\n## ")[0]
     print(f"settings: {len(re.findall('^[|] `', names, re.MULTILINE))}")
 

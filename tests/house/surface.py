@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tests.django import configured  # isort: skip
 from django.apps import apps
-from django.core.management import find_commands, load_command_class
+from django.core.management import load_command_class
 from django.core.management.base import DjangoHelpFormatter
 
 import outbox
@@ -23,9 +23,10 @@ import outbox.contrib.django as django_side
 from outbox import errors
 from outbox.contrib.django import urls
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
+from outbox.contrib.django.settings.conf import TopicOptions
 from tests.house.parts import ROOT
-from tests.house.tables import thresholds
+from tests.house.tables import SETTINGS, thresholds
+from tests.part_apps import app_of, command_files
 
 SURFACE: Final = Path(__file__).parent / "surface.txt"
 # Options that every command of Django has.
@@ -43,7 +44,7 @@ def surface() -> str:
             name for name, one in vars(errors).items() if isinstance(one, type) and one.__module__ == errors.__name__
         ),
         "settings": [
-            *(_setting(item) for kind in (OutboxSettings, TopicOptions) for item in fields(kind)),
+            *(_setting(item) for kind in (*SETTINGS, TopicOptions) for item in fields(kind)),
             *(f"{one.name.upper()} = {(one.warning, one.critical)}" for one in thresholds().values()),
         ],
         "commands": sorted(_commands()),
@@ -85,9 +86,9 @@ def _setting(item: Any) -> str:
 
 
 def _commands() -> Iterator[str]:
-    for name in find_commands(str(Path(django_side.__path__[0]) / "management")):
-        parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
-        yield from _arguments(name, parser)
+    for path in command_files():
+        parser = load_command_class(app_of(path.stem), path.stem).create_parser("manage.py", path.stem)
+        yield from _arguments(path.stem, parser)
 
 
 def _arguments(name: str, parser: ArgumentParser) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from tests.django import configured  # isort: skip
 
+from outbox import hooks
 from outbox.broker.operations.conditions import Concern, Threshold
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
@@ -43,6 +44,8 @@ AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "using": ("the routers' choice", "alias of the handler's transaction"),
 }
+# The keys of OUTBOX: those of the core, and those of the parts.
+SETTINGS: Final = (OutboxSettings, *hooks.settings.values())
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w. ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
 
@@ -96,17 +99,19 @@ def _meaning(one: Setting) -> str:
     return f"{one.meaning} (bundled broker only)" if one.bundled_only else one.meaning
 
 
-def _settings(kind: type, section: str = "", *, header: str = "option") -> str:
+def _settings(*kinds: type, section: str = "", header: str = "option") -> str:
     rows = (
         (f"`{one.name}`", _shown(one.default, one.shown, unit=one.rule.unit), one.rule.kind, _meaning(one))
+        for kind in kinds
         for one in definitions(kind).values()
         if one.section == section
     )
     return _table((header, "default", "value", "meaning"), rows)
 
 
-def _words(kind: type) -> str:
-    return _table(("name", "word"), ((f"`{one.name}`", one.word) for one in definitions(kind).values()))
+def _words(*kinds: type) -> str:
+    rows = ((f"`{one.name}`", one.word) for kind in kinds for one in definitions(kind).values())
+    return _table(("name", "word"), rows)
 
 
 def _subscriber() -> str:
@@ -166,7 +171,7 @@ def _environment() -> str:
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **{
-        f"settings {section}": partial(_settings, OutboxSettings, section, header="key")
+        f"settings {section}": partial(_settings, *SETTINGS, section=section, header="key")
         for section in dict.fromkeys(one.section for one in definitions(OutboxSettings).values())
     },
     "topic options": partial(_settings, TopicOptions),
@@ -180,7 +185,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "conditions": _conditions,
     "alerts that page": partial(_concerns, "critical pages, because", pages=True),
     "alerts for tickets": partial(_concerns, "never critical with the default thresholds: a ticket", pages=False),
-    "setting words": partial(_words, OutboxSettings),
+    "setting words": partial(_words, *SETTINGS),
     "topic words": partial(_words, TopicOptions),
     "environment": _environment,
 }
