@@ -1,20 +1,26 @@
 """Encodes bodies to bytes, and decodes bytes to bodies. Each content type has one codec.
 
-The default is JSON; pickle is not used.
+The default is JSON; pickle is not used. A part of outbox may store a body in a form of its own, whose content type
+begins with OWN_CONTENT_TYPES (see `outbox.hooks.add_body_form`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 from uuid import UUID
 
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, UndecodableBody, UnserialisableBody
 from outbox.utils.safe_text import error_line, shown_text
+
+OWN_CONTENT_TYPES: Final = "application/vnd.outbox."
+# The message has a reference to its body, which is stored elsewhere. The codec also has a method `unread(data)`, which
+# returns the UnreadBody without decoding it.
+REFERENCE_CONTENT_TYPE: Final = f"{OWN_CONTENT_TYPES}large"
 
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
@@ -31,6 +37,30 @@ class Codec(Protocol):
 
     def decode(self, data: bytes) -> Any:
         """Decode `data`. Raises ValueError if the data is damaged."""
+
+
+class UnreadBody:
+    """A body that is read when it is first used. A codec may return one.
+
+    `content_type` is that of the encoded body. `open` returns a binary file of the encoded body, which is read in
+    pieces; the file raises the errors of the codec that made this object. `decode` is `Codecs.decode`.
+    """
+
+    def __init__(
+        self, content_type: str, open_body: Callable[[], BinaryIO], decode: Callable[[str, bytes], Any]
+    ) -> None:
+        self.content_type = content_type
+        self.open = open_body
+        self._decode = decode
+
+    def encoded(self) -> bytes:
+        """Return the encoded body. Raises the errors of `open`."""
+        with self.open() as file:
+            return file.read()
+
+    def read(self) -> Any:
+        """Return the decoded body. Raises the errors of `open` and of `Codecs.decode`."""
+        return self._decode(self.content_type, self.encoded())
 
 
 class JsonCodec:
@@ -150,6 +180,11 @@ class Codecs:
         read now.
         """
         codec = self._by_content_type.get(content_type)
+        if codec is None and content_type.startswith(OWN_CONTENT_TYPES):
+            raise HandlerNotStarted(
+                f"the body has the content type {content_type!r}, in which a part of outbox stores bodies that this "
+                "process does not have. The message waits. Add the part to INSTALLED_APPS, as the publisher does."
+            )
         if codec is None:
             raise UndecodableBody(
                 f"no codec for content type {content_type!r}: the message was published by an application with another "

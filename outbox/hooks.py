@@ -138,6 +138,19 @@ def add_observer(engine: str, module: str) -> None:
     observers[engine] = module
 
 
+# -- fault points ----------------------------------------------------------------------------------
+
+fault_points: Final[dict[str, None]] = {}
+
+
+def add_fault_points(*names: str) -> None:
+    """Let OUTBOX_FAULTS also name these places of a part's code, which call `point` of outbox/utils/faults.py.
+
+    A part calls this in the module of its AppConfig, like `add_settings`.
+    """
+    fault_points.update(dict.fromkeys(names))
+
+
 # -- messages that are published -------------------------------------------------------------------
 
 
@@ -168,6 +181,70 @@ class Option:
 
     def encode(self, draft: Draft) -> None:
         """Change the draft of the message. Raises the errors of `publish`."""
+
+
+# Name -> the dotted path of a function that returns what a part does with the body of every message.
+body_steps: Final[dict[str, str]] = {}
+
+
+def add_body_step(name: str, step: str) -> None:
+    """Let a part change the encoded body of any message, after its options have been applied.
+
+    `step` is the dotted path of a function `() -> BodyStep | None` (outbox/contrib/django/engine/body_steps.py). It is
+    called when a process first publishes with its settings, and returns None if they do not use the step.
+    """
+    body_steps[name] = step
+
+
+# -- bodies that are stored in the form of a part ---------------------------------------------------
+
+
+class ShownBody(NamedTuple):
+    """What a page shows instead of a body that it cannot read. `size` (bytes) and `content_type` are of what was
+    published, or None if they are unknown."""
+
+    note: str
+    size: int | None = None
+    content_type: str | None = None
+
+
+class BodyForm(NamedTuple):
+    """The dotted paths of what reads one content type.
+
+    `codec`: a class that is called with the `Codecs` of the process, when it first publishes or consumes. Its objects
+    are codecs (`outbox.codec.Codec`). Their `decode` may return an `UnreadBody`, which is read when the handler uses
+    it, and may raise HandlerNotStarted: the message then waits, and uses up no attempt.
+    `shown`: a function `(body) -> ShownBody` for pages, which do not read such a body.
+    """
+
+    codec: str
+    shown: str
+
+
+body_forms: Final[dict[str, BodyForm]] = {}
+
+
+def add_body_form(content_type: str, form: BodyForm) -> None:
+    """Name what reads the bodies of a content type, which begins with `outbox.codec.OWN_CONTENT_TYPES`.
+
+    A process without the part lets messages of such a content type wait.
+    """
+    body_forms[content_type] = form
+
+
+# -- content outside of tables ----------------------------------------------------------------------
+
+removals: Final[dict[str, str]] = {}
+
+
+def add_removal(name: str, remove: str) -> None:
+    """Remove also what a part stores about messages outside of any table, such as objects of a storage.
+
+    `remove` is the dotted path of a function `(message_ids, *, dry_run) -> number`. It is called when the data of a
+    person is removed, after the changes of all rows are committed, and the number is shown under `name`. An error fails
+    this removal, which can be repeated.
+    """
+    removals[name] = remove
 
 
 # -- the objects at the dotted paths ---------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Generic
 from uuid import UUID, uuid5
 
 from outbox import names
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED
+from outbox.codec import OWN_CONTENT_TYPES, UnreadBody
+from outbox.erasure import ERASED
 from outbox.errors import InvalidMessage, InvalidName, NotSupported, UsageError
-from outbox.large_bodies import LARGE_CONTENT_TYPE, UnreadBody
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import shown_value
@@ -255,7 +255,7 @@ class Delivery(Generic[Body_co]):
         """
         if self._unread is not None:
             return self._unread.open()
-        if self.erased or self.message.content_type in (ENCRYPTED_CONTENT_TYPE, LARGE_CONTENT_TYPE):
+        if self.erased or self.message.content_type.startswith(OWN_CONTENT_TYPES):
             raise UsageError(
                 f"open_body of message {self.message_id}: the body is erased, encrypted, or already decoded to an "
                 "event, so it cannot be read in pieces. Use delivery.body."

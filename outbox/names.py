@@ -94,7 +94,7 @@ def check_body_size(topic: str, body: bytes) -> bytes:
     if len(body) > MAX_BODY_BYTES:
         raise BodyTooLarge(
             f"the body for topic {topic!r} has {len(body):,} bytes, the limit is {MAX_BODY_BYTES:,}: "
-            f"set OUTBOX['LARGE_BODIES'], so that outbox stores large bodies outside of the broker, or publish a "
-            f"reference to data of your own."
+            "let outbox store large bodies outside of the broker (docs/large-bodies.md), or publish a reference to "
+            "data of your own."
         )
     return body

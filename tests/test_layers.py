@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
+    "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},
     "outbox/contrib/encryption": {"outbox", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},

@@ -20,10 +20,10 @@ from types import MappingProxyType, UnionType
 from typing import Any, Final, TypeVar, Union, get_args, get_origin
 
 from outbox import names
+from outbox.codec import UnreadBody
 from outbox.erasure import ERASED
 from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersion, UnserialisableBody, UsageError
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
-from outbox.large_bodies import UnreadBody
 from outbox.message import Delivery, Message
 from outbox.utils.safe_text import error_line, shown_text, shown_value
 

@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from outbox import hooks
 from outbox.errors import ConfigurationError, OutboxError
 
-# All fault points, in the order in which a message passes them.
+# The fault points of the core, in the order in which a message passes them. Parts add theirs to `hooks.fault_points`.
 POINTS: Final = (
-    "large_body.before_upload",
-    "large_body.after_upload",
     "producer.after_unique",
     "producer.before_ledger",
     "producer.after_ledger",
@@ -79,7 +78,6 @@ POINTS: Final = (
     "repair.after_intent",
     "repair.after_effect",
     "repair.after_outcome",
-    "large_body.before_delete",
     "rename.reserved",
     "rename.copying",
     "rename.copied",
@@ -133,9 +131,18 @@ def arm(specification: str) -> None:
 
     Raises ConfigurationError.
     """
-    armed = dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
+    armed = _parsed(specification)
+    _refuse_unknown(armed)
     _armed.clear()
     _armed.update(armed)
+
+
+def check_environment() -> None:
+    """Raise ConfigurationError if OUTBOX_FAULTS names a fault point that neither the core nor an installed part has.
+
+    A process calls this once its parts are loaded, because this module reads the variable before.
+    """
+    _refuse_unknown(_parsed(os.environ.get("OUTBOX_FAULTS", "")))
 
 
 def observe(names: Iterable[str], action: Callable[[str], None]) -> None:
@@ -144,12 +151,21 @@ def observe(names: Iterable[str], action: Callable[[str], None]) -> None:
     _armed.update({name: _Fault(action, None, None) for name in names})
 
 
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = (*POINTS, *hooks.fault_points)
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                f"OUTBOX_FAULTS: there is no fault point {name!r}; the points are {', '.join(known)}."
+            )
+
+
+def _parsed(specification: str) -> dict[str, _Fault]:
+    return dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
+
+
 def _parse(entry: str) -> tuple[str, _Fault]:
     name, _, rest = entry.partition("=")
-    if name not in POINTS:
-        raise ConfigurationError(
-            f"OUTBOX_FAULTS: there is no fault point {name!r}; the points are {', '.join(POINTS)}."
-        )
     rest, _, marker = rest.partition("?")
     action, _, visit = rest.partition("@")
     if visit and not visit.isdigit():
@@ -185,4 +201,4 @@ def _first(marker: str) -> bool:
     return True
 
 
-arm(os.environ.get("OUTBOX_FAULTS", ""))
+_armed.update(_parsed(os.environ.get("OUTBOX_FAULTS", "")))

@@ -14,6 +14,7 @@ from outbox.codec import BytesCodec, Codecs, JsonCodec
 from outbox.errors import (
     BodyTooLarge,
     ConfigurationError,
+    HandlerNotStarted,
     InvalidMessage,
     InvalidName,
     MessageTypeMismatch,
@@ -99,6 +100,8 @@ def test_codec_per_topic_and_content_type() -> None:
     assert codecs.decode("application/octet-stream", b"\x89PNG") == b"\x89PNG"
     with pytest.raises(UndecodableBody, match=r"application/x-avro"):
         codecs.decode("application/x-avro", b"")
+    with pytest.raises(HandlerNotStarted, match=r"application/vnd.outbox.new.* waits"):
+        Codecs().decode("application/vnd.outbox.new", b"")
     with pytest.raises(UndecodableBody, match=r"not valid"):
         codecs.decode("application/json", b"{")
 

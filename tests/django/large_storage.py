@@ -14,8 +14,8 @@ from django.conf import settings
 from django.test.utils import override_settings
 
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.operations.large_bodies import remove_orphans
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.large_bodies.orphans import remove_orphans
 
 DECLARED: Final = {"storage": "large", "beyond_bytes": 1_000}
 # Later than any object's `keep_seconds` ends.

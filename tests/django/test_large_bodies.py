@@ -18,32 +18,41 @@ from uuid import UUID
 
 import pytest
 from django.conf import settings as django_settings
+from django.core.checks import run_checks
 from django.core.files.storage import FileSystemStorage
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import override_settings
 
-from outbox import event
-from outbox.broker.log import large_messages
+from outbox import event, hooks
 from outbox.broker.maintenance.retention import run_once as run_retention
+from outbox.codec import REFERENCE_CONTENT_TYPE, UnreadBody
 from outbox.contrib.django import ClaimedDelivery, message, publish, publish_messages, subscriber
-from outbox.contrib.django.database.large_bodies import LargeBodyCodec, name_of
-from outbox.contrib.django.engine.broker import get_codecs
+from outbox.contrib.django.engine.broker import engine_of, get_codecs
 from outbox.contrib.django.models import SubjectKey
-from outbox.contrib.django.operations import checks
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.installation import create_key_table
-from outbox.contrib.django.operations.large_bodies import remove_orphans
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject
+from outbox.contrib.large_bodies import locks
+from outbox.contrib.large_bodies.objects import LargeBodyCodec, name_of
+from outbox.contrib.large_bodies.orphans import remove_orphans
+from outbox.contrib.large_bodies.reference import Reference, unread_body
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs
 from outbox.contrib.sinks.sink import Outgoing
 from outbox.contrib.sources.source import Incoming, convert
-from outbox.errors import BodyTooLarge, ConfigurationError, InvalidMessage, SendFailed, UndecodableBody, UsageError
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference, UnreadBody
+from outbox.errors import (
+    BodyTooLarge,
+    ConfigurationError,
+    HandlerNotStarted,
+    InvalidMessage,
+    SendFailed,
+    UndecodableBody,
+    UsageError,
+)
 from outbox.message import Delivery, Message
 from tests.django.broker_world import World, new_world
 from tests.django.console.support import ALL, bury, client_of, make_user
@@ -170,7 +179,7 @@ def test_a_large_file_is_read_in_pieces(path: str, folder: Path, outbox_settings
         tracemalloc.stop()
 
     body = bytes(size)
-    with pytest.raises(BodyTooLarge, match="LARGE_BODIES"):
+    with pytest.raises(BodyTooLarge, match="large-bodies"):
         Message(topic="orders", body=body)
     with transaction.atomic():
         publish("orders", body)
@@ -246,7 +255,7 @@ class Away(FileSystemStorage):
 
 
 def test_a_message_waits_while_the_storage_is_away(
-    databases: None, folder: Path, outbox_settings: Callable[..., None]
+    databases: None, folder: Path, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
 
@@ -265,6 +274,13 @@ def test_a_message_waits_while_the_storage_is_away(
         outbox_settings(LARGE_BODIES=None)
         consume()
         assert seen == [] and dead(world) == [], "a process without the setting cannot read the body, either"
+        with monkeypatch.context() as without_the_part:
+            without_the_part.delitem(hooks.body_forms, REFERENCE_CONTENT_TYPE)
+            outbox_settings(LARGE_BODIES={"storage": "large"})
+            consume()
+            with pytest.raises(HandlerNotStarted, match="Add the part to INSTALLED_APPS"):
+                get_codecs().decode(REFERENCE_CONTENT_TYPE, b"{}")
+        assert seen == [] and dead(world) == [], "nor can a process without the part"
         outbox_settings(LARGE_BODIES={"storage": "large"})
         consume()
         assert seen == [(LARGE, 1)]
@@ -368,8 +384,8 @@ def test_a_transaction_that_is_open_for_a_year_keeps_its_object(path: str, folde
 def test_control_without_the_lock_the_object_of_an_open_transaction_is_lost(
     path: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(large_messages, "hold", lambda *arguments: None)
-    monkeypatch.setattr("outbox.contrib.django.database.large_bodies.hold", lambda *arguments: None)
+    monkeypatch.setattr(locks, "hold", lambda *arguments: None)
+    monkeypatch.setattr("outbox.contrib.large_bodies.objects.hold", lambda *arguments: None)
     with publishing(["long"]):
         # A half message is in the log before its transaction commits.
         assert remove_a_year_later() == (1 if path == "atomic" else 0)
@@ -395,7 +411,7 @@ def test_a_message_that_was_built_long_ago_is_refused(path: str, folder: Path, m
 
 
 def test_a_turn_goes_on_where_the_last_one_ended(path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.contrib.django.operations.large_bodies._BATCH", 2)
+    monkeypatch.setattr("outbox.contrib.large_bodies.orphans._BATCH", 2)
     kept = publish("orders", LARGE, at_once=True).message_id
     for _ in range(5):
         message("orders", LARGE)
@@ -506,10 +522,12 @@ def test_a_receiver_gets_the_whole_body_and_a_foreign_reference_is_refused(path:
     sink = Collecting()
     forms = [format_named(name, binding="http", source="/shop") for name in ("plain", "cloudevents-structured")]
     for form in forms:
-        Forwarder(sink, "there", form, None, LargeBodyCodec(get_settings(), RawCodecs()).unread)(raw)
+        with pytest.raises(HandlerNotStarted, match="The message waits"):
+            Forwarder(sink, "there", form)(raw)
+        Forwarder(sink, "there", form, None, LargeBodyCodec(RawCodecs()).unread)(raw)
     assert (sink.sent[0].content_type, sink.sent[0].body) == ("application/json", ENCODED)
     assert json.loads(sink.sent[1].body)["data"] == LARGE
-    incoming = Incoming(message_id="1", body=stored.body, where="there", content_type=LARGE_CONTENT_TYPE)
+    incoming = Incoming(message_id="1", body=stored.body, where="there", content_type=REFERENCE_CONTENT_TYPE)
     with pytest.raises(InvalidMessage, match="FORWARD of outbox sends the body itself"):
         convert(incoming, "there", "orders")
 
@@ -523,7 +541,7 @@ def test_a_forged_reference_opens_nothing(path: str, folder: Path) -> None:
     ]
     for body in cases:
         with pytest.raises(UndecodableBody, match=r"not a reference to a large body|not valid"):
-            get_codecs().decode(LARGE_CONTENT_TYPE, body)
+            get_codecs().decode(REFERENCE_CONTENT_TYPE, body)
 
 
 def test_the_page_shows_the_size_and_no_content(
@@ -548,7 +566,13 @@ def test_the_page_shows_the_size_and_no_content(
 )
 def test_wrong_settings_are_refused(outbox_settings: Callable[..., None], declared: dict[str, Any], said: str) -> None:
     outbox_settings(LARGE_BODIES=declared)
-    assert [one.id for one in checks.check_settings() if said in one.msg] in (["outbox.E041"], ["outbox.E001"])
+    assert [one.id for one in run_checks(tags=["outbox"]) if said in one.msg] in (["outbox.E041"], ["outbox.E001"])
+
+
+def test_rocketmq_refuses_the_setting(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(BROKER="rocketmq://h:1?brokers=h:2", LARGE_BODIES={"storage": "default"})
+    (problem,) = engine_of(get_settings()).check()
+    assert problem.id == "outbox.E031" and "OUTBOX['LARGE_BODIES'] needs the bundled broker: outbox does" in problem.msg
 
 
 def test_a_reading_without_an_end_is_not_verified_and_the_end_is() -> None:
@@ -556,7 +580,7 @@ def test_a_reading_without_an_end_is_not_verified_and_the_end_is() -> None:
     reference = Reference.to(name_of(UUID(int=7 << 76)), "text/plain", whole)
 
     def reading(content: bytes) -> UnreadBody:
-        return UnreadBody(reference, lambda _: io.BytesIO(content), lambda kind, data: (kind, data))
+        return unread_body(reference, lambda _: io.BytesIO(content), lambda kind, data: (kind, data))
 
     assert reading(whole).read() == ("text/plain", whole)
     assert reading(whole[:-1] + b"y").open().read(10) == whole[:10]

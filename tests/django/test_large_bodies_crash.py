@@ -13,10 +13,10 @@ from typing import Final
 import pytest
 from django.db import transaction
 
+from outbox import hooks
 from outbox.contrib.django import message, publish
-from outbox.contrib.django.operations.large_bodies import remove_orphans
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.utils import faults
+from outbox.contrib.large_bodies.orphans import remove_orphans
 from tests.django.driver import LARGE
 from tests.django.large_storage import DECLARED, LATER, large_bodies, objects, referred, remove_a_year_later
 from tests.django.processes import process
@@ -80,8 +80,8 @@ def test_the_pass_and_an_erasure_killed_while_they_remove(path: str, folder: Pat
     remove_orphans()
     later = (datetime.now(UTC) + LATER).isoformat()
     code = (
-        "import django; django.setup(); from datetime import datetime; from outbox.contrib.django.operations."
-        f"large_bodies import remove_orphans; remove_orphans(now=datetime.fromisoformat({later!r}))"
+        "import django; django.setup(); from datetime import datetime; from outbox.contrib.large_bodies."
+        f"orphans import remove_orphans; remove_orphans(now=datetime.fromisoformat({later!r}))"
     )
     assert killed(["-c", code], folder, f"{PASS}=kill@3") == -signal.SIGKILL
     assert len(orphans & set(objects(folder))) == 2
@@ -95,5 +95,5 @@ def test_the_pass_and_an_erasure_killed_while_they_remove(path: str, folder: Pat
 
 
 def test_every_step_is_killed() -> None:
-    points = [point for point in faults.POINTS if point.startswith("large_body.")]
+    points = [point for point in hooks.fault_points if point.startswith("large_body.")]
     assert sorted([*UPLOADS, PASS]) == sorted(points)

@@ -14,9 +14,9 @@ from django.db import transaction
 from django.test.utils import override_settings
 
 from outbox.contrib.django import message, publish, subscriber
-from outbox.contrib.django.database.large_bodies import name_of
-from outbox.contrib.django.operations.large_bodies import remove_orphans
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.large_bodies.objects import name_of
+from outbox.contrib.large_bodies.orphans import remove_orphans
 from outbox.message import Delivery
 from tests.django.large_storage import DECLARED, LATER
 from tests.django.support import sequence

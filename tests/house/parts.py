@@ -90,7 +90,15 @@ PARTS: Final = (
         ),
     ),
     Part(
-        "large bodies", r"large_?bod", (f"{_DJANGO}/database/large_bodies.py", f"{_DJANGO}/operations/large_bodies.py")
+        "large bodies",
+        r"large_?bod",
+        ("contrib/large_bodies/",),
+        tests=(
+            "django/large_storage.py",
+            "django/test_large_bodies.py",
+            "django/test_large_bodies_crash.py",
+            "django/test_large_bodies_s3.py",
+        ),
     ),
     Part(
         "limits",

@@ -12,8 +12,9 @@ import pytest
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import erasing
 from outbox.broker.operations.erasing import Erasure
+from outbox.codec import REFERENCE_CONTENT_TYPE
+from outbox.contrib.large_bodies.reference import Reference
 from outbox.erasure import fingerprint
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference
 from spark import archive
 from spark.common.errors import UsageProblem
 from spark.common.progress import Progress
@@ -39,7 +40,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     world.add_many(6)
     large = Reference.to("outbox/2026-01-01/00/00000000-0000-7000-8000-000000000000", "application/json", b"{}")
     world.broker.execute("UPDATE commit_log SET body = %s, content_type = %s WHERE key = '6'",
-                         [large.encoded(), LARGE_CONTENT_TYPE])  # fmt: skip
+                         [large.encoded(), REFERENCE_CONTENT_TYPE])  # fmt: skip
     world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 6")
     body = f'{{"name": "{MARK}", "total": "wrong"}}'.encode()
     world.broker.execute("UPDATE commit_log SET body = %s WHERE key IN ('1', '2', '3')", [body])

@@ -22,6 +22,7 @@ from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.statement import Statement
+from outbox.codec import UnreadBody
 from outbox.filters.conditions import (
     NUMBER,
     TAG_NAME,
@@ -37,7 +38,6 @@ from outbox.filters.conditions import (
     Value,
 )
 from outbox.filters.filter import Filter
-from outbox.large_bodies import UnreadBody
 from outbox.message import Body_co, Delivery, Message
 from outbox.time_limit import TIMEOUT_HEADER, TIMEOUT_PATTERN
 

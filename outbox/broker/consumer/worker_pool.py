@@ -29,11 +29,9 @@ from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
 from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Result, TimedOut
-from outbox.codec import Codecs
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
+from outbox.codec import OWN_CONTENT_TYPES, Codecs
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
 from outbox.events.declaration import body_decoder, read_event
-from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Delivery
 from outbox.ports import (
     AnyHandler,
@@ -731,7 +729,7 @@ def _may_be_passed(work: HandlerCall, result: Any) -> bool:
     row = work.items[0].row
     if row is None or not isinstance(result, Exception):
         return False
-    return row[CONTENT_TYPE] in (ERASED_CONTENT_TYPE, ENCRYPTED_CONTENT_TYPE, LARGE_CONTENT_TYPE)
+    return str(row[CONTENT_TYPE]).startswith(OWN_CONTENT_TYPES)
 
 
 _OVER: Final = "the time limit of the message was over before this attempt"

@@ -29,8 +29,9 @@ class OutboxConfig(AppConfig):
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
         from outbox.contrib.django.operations import instrumentation
         from outbox.contrib.django.subscribers.registry import add_discovery
-        from outbox.utils import given_up
+        from outbox.utils import faults, given_up
 
+        faults.check_environment()
         in_tests.remember_configured_names()
         given_up.install(when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
         hooks.add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")

@@ -35,6 +35,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
+from outbox.codec import UnreadBody
 from outbox.contrib.django.crashes.kit import CrashKit
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.django_internals import running_tests
@@ -54,7 +55,6 @@ from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.contrib.django.worker.drain import drain, settle
 from outbox.errors import UsageError
-from outbox.large_bodies import UnreadBody
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler

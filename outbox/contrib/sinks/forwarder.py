@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox.codec import Codecs
+from outbox.codec import REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE
-from outbox.errors import PartialFailure, ServiceUnavailable, UndecodableBody
-from outbox.large_bodies import LARGE_CONTENT_TYPE, UnreadBody
+from outbox.errors import HandlerNotStarted, PartialFailure, ServiceUnavailable, UndecodableBody
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
@@ -61,8 +60,8 @@ class Forwarder:
     """A handler that sends deliveries to a sink.
 
     `topic` is the name of the topic at the sink. `form` is the format of the sent messages. Without `endpoint`, the
-    process keeps no state of the endpoint. `unread` finds the large body of a reference, because a receiver cannot
-    read a reference.
+    process keeps no state of the endpoint. `unread` finds the body of a reference, because a receiver cannot read a
+    reference; without it, a message with a reference waits.
     """
 
     def __init__(
@@ -124,13 +123,18 @@ class Forwarder:
 
     def _whole(self, delivery: Delivery) -> Delivery:
         """Return the delivery with its large body. Raises MissingBody, ValueError or HandlerNotStarted."""
-        if self._unread is None or delivery.message.content_type != LARGE_CONTENT_TYPE:
+        if delivery.message.content_type != REFERENCE_CONTENT_TYPE:
             return delivery
+        if self._unread is None:
+            raise HandlerNotStarted(
+                f"message {delivery.message_id} has a reference to its body, which this process cannot read. The "
+                "message waits. Add the part with which it was published to INSTALLED_APPS."
+            )
         unread = self._unread(delivery.message.body)
         # The limit of Message is about bodies that the broker stores.
         message = copy.copy(delivery.message)
         object.__setattr__(message, "body", unread.encoded())
-        object.__setattr__(message, "content_type", unread.reference.content_type)
+        object.__setattr__(message, "content_type", unread.content_type)
         return replace(delivery, message=message)
 
     def _isolated(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:

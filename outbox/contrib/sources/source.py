@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
+from outbox.codec import REFERENCE_CONTENT_TYPE
 from outbox.errors import InvalidMessage
 from outbox.events.declaration import headers_of_schema
-from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Message
 
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
@@ -129,9 +129,9 @@ def convert(incoming: Incoming, name: str, topic: str) -> Message:
     The function reads messages that a sink sent as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or
     InvalidName.
     """
-    if incoming.content_type == LARGE_CONTENT_TYPE:
+    if incoming.content_type == REFERENCE_CONTENT_TYPE:
         raise InvalidMessage(
-            f"{incoming.where} has the content type {LARGE_CONTENT_TYPE}: it is a reference to a large body of the "
+            f"{incoming.where} has the content type {REFERENCE_CONTENT_TYPE}: it is a reference to a large body of the "
             "sender, which this broker cannot read. FORWARD of outbox sends the body itself: let the sender use it."
         )
     given = {_attribute(header): value for header, value in incoming.headers.items()}

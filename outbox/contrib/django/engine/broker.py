@@ -14,6 +14,7 @@ from outbox.broker.database.server_identity import ServerIdentity
 from outbox.codec import Codecs
 from outbox.contrib.django.database.aliases import place_named_by
 from outbox.contrib.django.database.in_tests import makes_or_drops_databases, refuse_in_tests
+from outbox.contrib.django.engine.body_steps import body_steps
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.ports import Broker
@@ -41,6 +42,7 @@ class CurrentEngine:
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
         self.broker = self.engine.broker
+        self.body_steps = body_steps()
         # The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them. The keys are the
         # targets of aliases. A value is the server on which the atomic path was proven, or None if messages take the
         # two-phase path.

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from django.core.checks import CheckMessage
 
+from outbox import hooks
 from outbox.broker.log.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.settings.conf import OutboxSettings, imported
@@ -62,11 +63,9 @@ class Engine(ABC):
             for name, declared in settings.topics.items()
             if declared.codec is not None
         }
-        from outbox.contrib.django.database.large_bodies import LargeBodyCodec
-
         codecs = Codecs(default, by_topic=by_topic)
-        # Without LARGE_BODIES, this codec lets large messages wait.
-        codecs.add(LargeBodyCodec(settings, codecs))
+        for form in hooks.body_forms.values():
+            codecs.add(hooks.resolved(form.codec)(codecs))
         if settings.key_database is not None:
             from outbox.contrib.django.database.subject_keys import subject_keys
             from outbox.contrib.encryption.envelope import EncryptedCodec

@@ -16,6 +16,7 @@ from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import relay_rows
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
+from outbox.contrib.django.settings.conf import refused_settings_of_parts
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
@@ -113,12 +114,7 @@ class RocketMQEngine(Engine):
                 f"the alias of this PostgreSQL database, and declare RECEIVE in these settings only; or let the sender "
                 f"publish to RocketMQ."
             )
-        if settings.large_bodies is not None:
-            yield (
-                "OUTBOX['LARGE_BODIES'] needs the bundled broker: RocketMQ removes messages by itself, so outbox would "
-                "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
-                "publish its name; or keep the topics with large bodies on PostgreSQL."
-            )
+        yield from refused_settings_of_parts()
         if schedules := sorted({*settings.schedules, *scheduled_functions()}):
             yield (
                 f"the schedules {', '.join(map(repr, schedules))} are published by the leader of the bundled broker, "

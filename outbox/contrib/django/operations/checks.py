@@ -24,7 +24,6 @@ from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.database.large_bodies import storage_of
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import mariadb
@@ -57,7 +56,6 @@ def check_settings(**options: Any) -> list[CheckMessage]:
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [
         _producer_group,
         _topic_imports,
-        _large_bodies,
         _celery_app,
         _transactions,
         _router,
@@ -93,14 +91,6 @@ def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
         _ = engine.codecs, engine.catalog
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E005")
-
-
-def _large_bodies(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    if settings.large_bodies is not None:
-        try:
-            storage_of(settings.large_bodies)
-        except ConfigurationError as error:
-            yield Error(str(error), id="outbox.E041")
 
 
 def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:

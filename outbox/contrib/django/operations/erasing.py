@@ -26,7 +26,6 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import erasing
 from outbox.broker.operations.erasing import BATCH, Erasable, Erasure
-from outbox.contrib.django.database import large_bodies
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
@@ -148,15 +147,14 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
     )
     for alias in application_aliases():
         result.rows.update(_erase_on(alias, scope, entries, dry_run=dry_run))
-    # After the rows: no message refers to these objects any more. If this process dies first, the pass `large_bodies`
-    # removes the objects, because their messages are erased.
-    result.rows.update(_objects_of(scope.message_ids, dry_run=dry_run))
+    # After the rows: no message refers to this content any more.
+    result.rows.update(_outside_of_tables(scope.message_ids, dry_run=dry_run))
     return result
 
 
-def _objects_of(message_ids: Iterable[UUID], *, dry_run: bool = False) -> dict[str, int]:
-    deleted = large_bodies.delete(get_settings(), message_ids, dry_run=dry_run)
-    return {"storage.large_bodies": deleted} if deleted else {}
+def _outside_of_tables(message_ids: Sequence[UUID], *, dry_run: bool = False) -> dict[str, int]:
+    counts = {name: hooks.resolved(path)(message_ids, dry_run=dry_run) for name, path in hooks.removals.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _require_reason(reason: str) -> None:
@@ -410,7 +408,7 @@ def repeat_erasures() -> dict[str, int]:
         for alias in application_aliases():
             rows.update(_repeat_on(alias, [*listed, *new.values()], keys))
     repeated = (*missing, *new.values())
-    rows.update(_objects_of(UUID(one.value) for one in repeated if one.kind == "message"))
+    rows.update(_outside_of_tables([UUID(one.value) for one in repeated if one.kind == "message"]))
     if rows:
         logger.warning("erasures were repeated after a restore: %s", dict(rows))
     return dict(rows)

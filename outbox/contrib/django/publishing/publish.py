@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -34,7 +34,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
-from outbox.contrib.django.database import effects, large_bodies
+from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import (
     current_transaction,
@@ -46,6 +46,7 @@ from outbox.contrib.django.database.transactions import (
     require_whole,
     watch_of,
 )
+from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry, relay_rows, unique_keys
@@ -61,7 +62,6 @@ from outbox.errors import (
     UsageError,
 )
 from outbox.hooks import Draft, Option
-from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Message, SendReceipt, UniqueMessage
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
@@ -325,7 +325,7 @@ def _publish_at_once(
     started = time.perf_counter()
     timeout_seconds = settings.send_timeout_seconds
     try:
-        with _objects_kept(settings, messages):
+        with _sending(current, messages):
             receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
     except Exception as error:
         _report_failure(messages, started, error)
@@ -414,8 +414,8 @@ def _publish_atomic(
     try:
         _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
         run = Executor(raw, settings.schema)
-        if settings.large_bodies is not None:
-            large_bodies.keep(run, settings.large_bodies, messages)
+        for step in current.body_steps:
+            step.before_append(run, messages)
         if terms.producer is not None:
             check_epoch(run, terms.producer)
         receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
@@ -510,7 +510,7 @@ def _publish_halves(
         producer=terms.producer,
     )
     point("producer.before_half")
-    with _objects_kept(settings, messages):
+    with _sending(current, messages):
         receipts = current.broker_to_use().send_half(half, timeout_seconds=settings.send_timeout_seconds)
     point("producer.after_half")
     report_after_commit(connection, half)
@@ -527,10 +527,17 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[s
 _NOTHING: Final = nullcontext()
 
 
-def _objects_kept(settings: OutboxSettings, messages: Sequence[Message]) -> AbstractContextManager[None]:
-    """The block in which the broker stores the messages, and no process removes their large bodies."""
-    declared = settings.large_bodies
-    return _NOTHING if declared is None else large_bodies.kept(settings, declared, messages)
+def _sending(current: CurrentEngine, messages: Sequence[Message]) -> AbstractContextManager[None]:
+    """The block in which the broker stores the messages."""
+    return _in_all_steps(current.body_steps, messages) if current.body_steps else _NOTHING
+
+
+@contextmanager
+def _in_all_steps(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(step.while_sending(messages))
+        yield
 
 
 # -- both paths ---------------------------------------------------------------------------------------
@@ -576,9 +583,9 @@ def message(
 ) -> Message:
     """Return an encoded message for `publish_messages`, of a topic and a body, or of an event.
 
-    The parameters are the same as for `publish`. A large body is uploaded to its storage now, before a transaction
-    needs to be open. Publish the message soon, because its object is removed later (docs/large-bodies.md). Raises
-    UsageError, or SendFailed if the storage does not answer.
+    The parameters are the same as for `publish`. The body is encoded now, before a transaction needs to be open.
+    Publish the message soon: a part may have stored its body elsewhere, for a limited time (docs/large-bodies.md).
+    Raises UsageError, or SendFailed if a storage does not answer.
     """
     return build(
         topic,
@@ -619,21 +626,19 @@ def build(
     current = current_engine()
     encoded, content_type = current.codecs.encode(topic, body)
     draft = None
-    if options:
+    if options or current.body_steps:
         draft = Draft(topic, encoded, content_type)
         for option in options:
             check_option(option, f"topic {topic!r}")
             option.encode(draft)
+        for step in current.body_steps:
+            step.encode(draft)
         encoded, content_type = draft.body, draft.content_type
-    declared, upload = current.settings.large_bodies, None
-    if declared is not None and len(encoded) > declared.beyond_bytes:
-        upload = large_bodies.Upload.of(encoded, content_type)
-        encoded, content_type = upload.reference.encoded(), LARGE_CONTENT_TYPE
     try:
         built = Message(
             topic=topic,
             body=encoded,
-            message_id=uuid7() if upload is None else upload.message_id,
+            message_id=uuid7() if draft is None else draft.message_id,
             content_type=content_type,
             key=key_text(key),
             tag=tag,
@@ -647,9 +652,9 @@ def build(
         raise
     except Exception as error:
         raise _unreadable(topic, error) from error
-    if declared is not None and upload is not None:
-        # The message is valid, so the upload is not in vain.
-        upload.run(declared)
+    if draft is not None:
+        for finish in draft.when_valid:
+            finish()
     return built
 
 

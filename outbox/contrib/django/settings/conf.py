@@ -67,7 +67,6 @@ from outbox.contrib.django.settings.definition import (
 from outbox.contrib.sinks import formats
 from outbox.errors import ConfigurationError, InvalidFilter, InvalidName
 from outbox.filters.filter import parse_filter
-from outbox.names import MAX_BODY_BYTES
 from outbox.subscription import DEFAULT_THREADS, Start
 from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -294,38 +293,6 @@ class DeclaredReceive:
     )
 
 
-# -- OUTBOX["LARGE_BODIES"] ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredLargeBodies:
-    """The entry LARGE_BODIES."""
-
-    storage: str = required(
-        text("alias"), meaning="alias of `STORAGES`. Use a storage, bucket or folder of its own for each broker"
-    )
-    beyond_bytes: int = setting(
-        256 * 1024,
-        whole(1, "bytes", MAX_BODY_BYTES),
-        meaning="an encoded body of more bytes is stored in the storage",
-    )
-    keep_seconds: int = setting(
-        int(7 * _DAY),
-        whole(int(_DAY), "seconds"),
-        meaning="an object to which no message refers is removed when it is older than this. Choose a longer time if "
-        "the bodies of messages in backups or in the archive must stay readable",
-    )
-
-    @property
-    def longest_wait_seconds(self) -> float:
-        """How long after its upload a message may be published. The rest of `keep_seconds` is for wrong clocks."""
-        return self.keep_seconds / 2
-
-
-def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
-    return None if value is None else read(DeclaredLargeBodies, where, value)
-
-
 # -- OUTBOX["SCHEDULES"][name] and @scheduled -------------------------------------------------------
 
 
@@ -466,13 +433,6 @@ class OutboxSettings:
         shown="JSON",
         word="codec",
         meaning="codec (class or object) of every topic without a `codec` of its own",
-    )
-    large_bodies: DeclaredLargeBodies | None = setting(
-        None,
-        Rule("`{option: value}`, or `None`", _large_bodies),
-        bundled_only=True,
-        word="large body; claim check (Enterprise Integration Patterns)",
-        meaning="where the bodies of [large messages](large-bodies.md) are stored",
     )
     forward: Mapping[str, DeclaredForward] = setting(
         {},
@@ -746,6 +706,15 @@ def settings_of(kind: type[Entry]) -> Entry:
     assert _cached is not None
     found: Entry = _cached[3][kind]
     return found
+
+
+def refused_settings_of_parts() -> Iterator[str]:
+    """Return a text for each setting of a part that engines other than the bundled broker refuse, and that is set."""
+    for kind in hooks.settings.values():
+        current: Any = settings_of(kind)
+        for attribute, one in definitions(kind).items():
+            if isinstance(one.bundled_only, str) and getattr(current, attribute) != one.default:
+                yield f"OUTBOX[{one.name!r}] needs the bundled broker: {one.bundled_only}"
 
 
 def _read_again() -> tuple[object, object, OutboxSettings, Mapping[type, Any]]:

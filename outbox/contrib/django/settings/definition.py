@@ -50,7 +50,8 @@ class Setting:
 
     `word` is the term from which the name is made (docs/names.md). `section` names the table of docs/settings.md that
     lists the setting. A field without a section is in the section of the field before it. If `bundled_only` is true,
-    engines other than the bundled broker ignore the setting or refuse it.
+    engines other than the bundled broker ignore the setting or refuse it. If it is a text, they refuse any other value
+    than the default with this text: the reason, and what to do.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Setting:
     word: str
     section: str
     shown: str
-    bundled_only: bool
+    bundled_only: bool | str
 
 
 def setting(
@@ -71,7 +72,7 @@ def setting(
     word: str = "",
     section: str = "",
     shown: str = "",
-    bundled_only: bool = False,
+    bundled_only: bool | str = False,
     secret: bool = False,
 ) -> Entry:
     """Return a dataclass field for a setting. If `secret` is true, the repr of the dataclass hides the value."""

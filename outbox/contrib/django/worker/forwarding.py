@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
+from outbox import hooks
 from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.codec import REFERENCE_CONTENT_TYPE
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
-from outbox.contrib.django.database.large_bodies import LargeBodyCodec
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.operations.endpoints import ForwardEndpoints
@@ -101,7 +102,8 @@ def _subscriptions(
     group: str, declared: DeclaredForward, sink: Sink, endpoint: Endpoint
 ) -> Iterator[tuple[Subscription, AnyHandler]]:
     form = format_named(declared.format, binding=sink.binding, source=declared.source)
-    unread = LargeBodyCodec(get_settings(), RawCodecs()).unread
+    stored = hooks.body_forms.get(REFERENCE_CONTENT_TYPE)
+    unread = None if stored is None else hooks.resolved(stored.codec)(RawCodecs()).unread
     for topic, there in declared.topics.items():
         wanted = subscription(
             group,

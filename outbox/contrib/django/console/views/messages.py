@@ -13,12 +13,14 @@ from uuid import UUID
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
+from outbox import hooks
 from outbox.broker.database.executor import time_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.search import STATES, Content, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage, trace
 from outbox.broker.transaction.turns import silent_groups
+from outbox.codec import OWN_CONTENT_TYPES
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
@@ -28,8 +30,8 @@ from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference
+from outbox.erasure import ERASED_CONTENT_TYPE
+from outbox.hooks import ShownBody
 from outbox.utils.safe_text import inert, masked_names, masked_value
 
 _HOUR: Final = timedelta(hours=1)
@@ -423,9 +425,11 @@ def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownConten
     """The body and headers of a message as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     size, content_type = content.size, content.content_type
-    body, note = _body(content, names)
-    if content.content_type == LARGE_CONTENT_TYPE and (stored := _reference(content)) is not None:
-        size, content_type = stored.size, stored.content_type
+    if (stored := _in_the_form_of_a_part(content)) is not None:
+        body, note = "", stored.note
+        size, content_type = stored.size or size, stored.content_type or content_type
+    else:
+        body, note = _body(content, names)
     if len(body) > SHOWN:
         body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
     headers = json.dumps(masked_value(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
@@ -435,12 +439,6 @@ def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownConten
 def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
     if content.content_type == ERASED_CONTENT_TYPE:
         return "", "The body was erased."
-    if content.content_type == ENCRYPTED_CONTENT_TYPE:
-        return "", "The body is encrypted for a subject, and this page does not decrypt it."
-    if content.content_type == LARGE_CONTENT_TYPE:
-        stored = _reference(content)
-        name = "an object" if stored is None else f"the object {stored.name}"
-        return "", f"The body is {name} in the storage of large bodies. This page does not read it."
     try:
         text = content.body.decode()
     except UnicodeDecodeError:
@@ -458,11 +456,15 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         return text, ""
 
 
-def _reference(content: Content) -> Reference | None:
-    try:
-        return Reference.parsed(content.body)
-    except ValueError:
+def _in_the_form_of_a_part(content: Content) -> ShownBody | None:
+    """Return what the page shows instead of a body in the form of a part; None for another body."""
+    if content.content_type == ERASED_CONTENT_TYPE or not content.content_type.startswith(OWN_CONTENT_TYPES):
         return None
+    form = hooks.body_forms.get(content.content_type)
+    if form is None:
+        return ShownBody("A part of outbox has stored the body, and this process does not have the part.")
+    found: ShownBody = hooks.resolved(form.shown)(content.body)
+    return found
 
 
 def _harmless(text: str) -> str:

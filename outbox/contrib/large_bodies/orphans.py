@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Final
@@ -20,15 +20,15 @@ from django.core.files.storage import Storage
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.log import large_messages
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.database.large_bodies import FOLDER, built_at, name_of, storage_of
-from outbox.contrib.django.settings.conf import DeclaredLargeBodies, get_settings
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.large_bodies import locks
+from outbox.contrib.large_bodies.objects import FOLDER, built_at, declared_bodies, name_of, storage_of
+from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
 from outbox.erasure import ERASED_CONTENT_TYPE
 from outbox.errors import ConfigurationError
 from outbox.utils.faults import point
 
-INTERVAL_SECONDS: Final = 3600.0
 # One turn of the pass ends after this number of seconds, because check-back waits on the same thread.
 TURN_SECONDS: Final = 10.0
 # Objects that one statement looks for in the log.
@@ -48,6 +48,11 @@ class OrphanCounts:
     more: bool = False
 
 
+def run_once() -> Mapping[str, object]:
+    """Run one turn of the pass, and return its counts."""
+    return asdict(remove_orphans(max_seconds=TURN_SECONDS))
+
+
 def remove_orphans(*, now: datetime | None = None, max_seconds: float | None = None) -> OrphanCounts:
     """Remove objects that are older than `keep_seconds` and have no message, and those of erased messages.
 
@@ -55,8 +60,8 @@ def remove_orphans(*, now: datetime | None = None, max_seconds: float | None = N
     and not yet removed by retention. The first call only stores which broker owns the objects. Raises
     ConfigurationError if another broker owns them. Raises BrokerError, or an error of the storage.
     """
-    declared = get_settings().large_bodies
-    if declared is None:
+    declared = declared_bodies()
+    if declared is None or not get_settings().has_database:
         return OrphanCounts()
     now, started = now or datetime.now(UTC), time.monotonic()
     storage = storage_of(declared)
@@ -79,7 +84,7 @@ def _is_owner(declared: DeclaredLargeBodies, storage: Storage) -> bool:
     An empty or copied broker has no messages of these objects, so it would remove all.
     """
     with broker_connection() as (connection, schema):
-        mine = large_messages.owner(Executor(connection, schema))
+        mine = locks.owner(Executor(connection, schema))
     if not storage.exists(_OWNER):
         storage.save(_OWNER, ContentFile(mine.encode()))
         return False
@@ -143,11 +148,11 @@ def _remove(declared: DeclaredLargeBodies, storage: Storage, ids: Sequence[UUID]
         by_bucket: dict[int, list[UUID]] = {}
         for one, is_erased in _unneeded(run, ids).items():
             if is_erased or _is_older(storage, one, oldest):
-                by_bucket.setdefault(large_messages.bucket_of(one), []).append(one)
+                by_bucket.setdefault(locks.bucket_of(one), []).append(one)
         count = 0
         for bucket, mine in by_bucket.items():
             with connection.transaction():
-                if not large_messages.try_bucket(run, bucket):
+                if not locks.try_bucket(run, bucket):
                     continue
                 for one in _unneeded(run, mine):
                     point("large_body.before_delete")
@@ -158,7 +163,7 @@ def _remove(declared: DeclaredLargeBodies, storage: Storage, ids: Sequence[UUID]
 
 def _unneeded(run: Executor, ids: Sequence[UUID]) -> dict[UUID, bool]:
     """Return the ids without a message that refers to its object, and whether the message is there and erased."""
-    stored = large_messages.content_types(run, ids)
+    stored = locks.content_types(run, ids)
     found = {one: stored.get(one, "") for one in ids}
     return {one: kind == ERASED_CONTENT_TYPE for one, kind in found.items() if kind in ("", ERASED_CONTENT_TYPE)}
 

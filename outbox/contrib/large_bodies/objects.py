@@ -1,4 +1,4 @@
-"""Large bodies in a storage of Django: their names, their upload, and the codec that reads them.
+"""The objects of large bodies in a storage of Django: their names, their upload, and the codec that reads them.
 
 The name of an object is computed from the message id. So an erasure and the removal of orphans need no table of
 objects. See decision 265.
@@ -7,29 +7,36 @@ objects. See decision 265.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, BinaryIO, Final, cast
 from uuid import UUID
 
+from django.core.checks import CheckMessage, Error
 from django.core.files.base import ContentFile
 from django.core.files.storage import InvalidStorageError, Storage, storages
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.large_messages import hold
-from outbox.codec import Codecs
+from outbox.codec import OWN_CONTENT_TYPES, REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.settings.conf import DeclaredLargeBodies, OutboxSettings
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE
+from outbox.contrib.django.settings.conf import get_settings, settings_of
+from outbox.contrib.large_bodies.locks import hold
+from outbox.contrib.large_bodies.reference import Reference, unread_body
+from outbox.contrib.large_bodies.settings import DeclaredLargeBodies, LargeBodySettings
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, MissingBody, SendFailed
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference, UnreadBody
+from outbox.hooks import Draft, ShownBody
 from outbox.message import Message
 from outbox.utils.faults import point
-from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import error_line
 
 FOLDER: Final = "outbox"
+
+
+def declared_bodies() -> DeclaredLargeBodies | None:
+    """Return OUTBOX['LARGE_BODIES']."""
+    return settings_of(LargeBodySettings).large_bodies
 
 
 def name_of(message_id: UUID) -> str:
@@ -53,6 +60,21 @@ def storage_of(declared: DeclaredLargeBodies) -> Storage:
         ) from error
 
 
+def check(**options: Any) -> list[CheckMessage]:
+    """Return an error of `manage.py check` if the storage cannot be used."""
+    try:
+        declared = declared_bodies()
+    except ConfigurationError:
+        # The check of the core reports wrong settings.
+        return []
+    try:
+        if declared is not None:
+            storage_of(declared)
+    except ConfigurationError as error:
+        return [Error(str(error), id="outbox.E041")]
+    return []
+
+
 # -- publishing ------------------------------------------------------------------------------------
 
 
@@ -65,10 +87,10 @@ class Upload:
     body: bytes
 
     @classmethod
-    def of(cls, body: bytes, content_type: str) -> Upload:
-        """Return the upload of an encoded body, for a new message."""
-        message_id = uuid7()
-        return cls(message_id, Reference.to(name_of(message_id), content_type, body), body)
+    def of(cls, draft: Draft) -> Upload:
+        """Return the upload of the encoded body of a message."""
+        reference = Reference.to(name_of(draft.message_id), draft.content_type, draft.body)
+        return cls(draft.message_id, reference, draft.body)
 
     def run(self, declared: DeclaredLargeBodies) -> None:
         """Store the object. Raises SendFailed or ConfigurationError."""
@@ -97,7 +119,7 @@ def keep(run: Executor | None, declared: DeclaredLargeBodies, messages: Sequence
     Raises InvalidMessage for an object that is gone, or a message that was built too long ago. Raises SendFailed if the
     storage does not answer. `run` is None for a broker without a database.
     """
-    large = [one for one in messages if one.content_type == LARGE_CONTENT_TYPE]
+    large = [one for one in messages if one.content_type == REFERENCE_CONTENT_TYPE]
     if not large:
         return
     if run is not None:
@@ -126,9 +148,9 @@ def _exists(declared: DeclaredLargeBodies, message: Message) -> bool:
 
 
 @contextmanager
-def kept(settings: OutboxSettings, declared: DeclaredLargeBodies, messages: Sequence[Message]) -> Iterator[None]:
+def kept(declared: DeclaredLargeBodies, messages: Sequence[Message]) -> Iterator[None]:
     """Do the same as `keep` for the block, in a transaction of its own on the broker. The block sends the messages."""
-    if not settings.has_database or not any(one.content_type == LARGE_CONTENT_TYPE for one in messages):
+    if not get_settings().has_database or not any(one.content_type == REFERENCE_CONTENT_TYPE for one in messages):
         keep(None, declared, messages)
         yield
         return
@@ -137,29 +159,57 @@ def kept(settings: OutboxSettings, declared: DeclaredLargeBodies, messages: Sequ
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class LargeBodies:
+    """Stores a body beyond a size in the storage before its message is published (a `BodyStep`)."""
+
+    declared: DeclaredLargeBodies
+
+    def encode(self, draft: Draft) -> None:
+        """Replace a large body by a reference. The upload is done when the message is valid, so it is not in vain."""
+        if len(draft.body) > self.declared.beyond_bytes:
+            upload = Upload.of(draft)
+            draft.body, draft.content_type = upload.reference.encoded(), REFERENCE_CONTENT_TYPE
+            draft.when_valid.append(partial(upload.run, self.declared))
+
+    def before_append(self, run: Executor, messages: Sequence[Message]) -> None:
+        """Make sure that the objects exist, and stay until the messages are visible."""
+        keep(run, self.declared, messages)
+
+    def while_sending(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
+        """Return the block in which no process removes the objects."""
+        return kept(self.declared, messages)
+
+
+def step() -> LargeBodies | None:
+    """Return the step of a process that stores large bodies; None without LARGE_BODIES."""
+    declared = declared_bodies()
+    return None if declared is None else LargeBodies(declared)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
 class LargeBodyCodec:
     """Decodes a reference to the body that it names, which is read when it is used."""
 
-    content_type = LARGE_CONTENT_TYPE
+    content_type = REFERENCE_CONTENT_TYPE
 
-    def __init__(self, settings: OutboxSettings, codecs: Codecs) -> None:
-        self._declared = settings.large_bodies
+    def __init__(self, codecs: Codecs) -> None:
+        self._declared = declared_bodies()
         self._codecs = codecs
 
     def encode(self, body: Any) -> bytes:
         raise TypeError("set OUTBOX['LARGE_BODIES']: this codec only decodes")
 
     def decode(self, data: bytes) -> Any:
-        """Return the unread body. An encrypted body is read now, because it may be erased."""
+        """Return the unread body. A body in the form of a part is read now: if it is encrypted, it may be erased."""
         unread = self.unread(data)
-        return unread.read() if unread.reference.content_type == ENCRYPTED_CONTENT_TYPE else unread
+        return unread.read() if unread.content_type.startswith(OWN_CONTENT_TYPES) else unread
 
     def unread(self, data: bytes) -> UnreadBody:
         """Return the body of this reference. Raises ValueError for another text."""
-        return UnreadBody(Reference.parsed(data), self._open, self._codecs.decode)
+        return unread_body(Reference.parsed(data), self._open, self._codecs.decode)
 
     def _open(self, reference: Reference) -> BinaryIO:
         name, declared = reference.name, self._declared
@@ -191,14 +241,28 @@ class LargeBodyCodec:
         )
 
 
+def shown(body: bytes) -> ShownBody:
+    """Return what a page shows instead of a large body."""
+    try:
+        reference = Reference.parsed(body)
+    except ValueError:
+        return ShownBody("The body is an object in the storage of large bodies. This page does not read it.")
+    return ShownBody(
+        f"The body is the object {reference.name} in the storage of large bodies. This page does not read it.",
+        reference.size,
+        reference.content_type,
+    )
+
+
 # -- removing --------------------------------------------------------------------------------------
 
 
-def delete(settings: OutboxSettings, message_ids: Iterable[UUID], *, dry_run: bool = False) -> int:
+def delete(message_ids: Iterable[UUID], *, dry_run: bool = False) -> int:
     """Delete the objects of these messages, and return how many there were. Raises the errors of the storage."""
-    if settings.large_bodies is None:
+    declared = declared_bodies()
+    if declared is None:
         return 0
-    storage, count = storage_of(settings.large_bodies), 0
+    storage, count = storage_of(declared), 0
     for message_id in message_ids:
         # Only ids of version 7 have a time, and only such messages have objects.
         if message_id.version == 7 and storage.exists(name_of(message_id)):

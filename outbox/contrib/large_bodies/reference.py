@@ -1,6 +1,7 @@
-"""Large bodies: the body of a large message is an object in a storage, and the message has a reference to it.
+"""The body of a large message is an object in a storage, and the message has a reference to it.
 
-This is the claim check pattern. A message with a reference has the content type LARGE_CONTENT_TYPE. See decision 265.
+This is the claim check pattern. A message with a reference has the content type REFERENCE_CONTENT_TYPE. See decision
+265.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Final, cast
 
+from outbox.codec import UnreadBody
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
 from outbox.utils.safe_text import error_line, shown_text
-
-LARGE_CONTENT_TYPE: Final = "application/vnd.outbox.large"
 
 # A reference with another name is refused: a message from elsewhere must not open any other object of the storage.
 _NAME: Final = re.compile(r"outbox/\d{4}-\d\d-\d\d/\d\d/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -55,32 +55,19 @@ class Reference:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
 
-class UnreadBody:
-    """A large body before it is read from its storage. `decode` is `Codecs.decode`."""
+def unread_body(
+    reference: Reference, open_object: Callable[[Reference], BinaryIO], decode: Callable[[str, bytes], Any]
+) -> UnreadBody:
+    """Return a large body before it is read from its storage. `decode` is `Codecs.decode`.
 
-    def __init__(
-        self, reference: Reference, open_object: Callable[[Reference], BinaryIO], decode: Callable[[str, bytes], Any]
-    ) -> None:
-        self.reference = reference
-        self._open_object = open_object
-        self._decode = decode
+    Reads of the file of `open` raise UndecodableBody at its end if size or SHA-256 are wrong. `open` raises
+    MissingBody. It raises HandlerNotStarted if the storage does not answer.
+    """
 
-    def open(self) -> BinaryIO:
-        """Return a binary file of the encoded body, which is read in pieces.
+    def open_body() -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(_Verified(open_object(reference), reference)))
 
-        Its reads raise UndecodableBody at the end if size or SHA-256 are wrong. Raises MissingBody. Raises
-        HandlerNotStarted if the storage does not answer.
-        """
-        return cast(BinaryIO, io.BufferedReader(_Verified(self._open_object(self.reference), self.reference)))
-
-    def encoded(self) -> bytes:
-        """Return the encoded body. Raises the errors of `open`."""
-        with self.open() as file:
-            return file.read()
-
-    def read(self) -> Any:
-        """Return the decoded body. Raises the errors of `open` and of `Codecs.decode`."""
-        return self._decode(self.reference.content_type, self.encoded())
+    return UnreadBody(reference.content_type, open_body, decode)
 
 
 class _Verified(io.RawIOBase):
