@@ -31,7 +31,8 @@ if "ERASURE_LIST" in os.environ:
     OUTBOX["ERASURE_LIST"] = os.environ["ERASURE_LIST"]
     # `outbox-reconcile archive --erase` reads the same variable.
     OUTBOX["ERASURE_SECRET"] = os.environ.get("OUTBOX_ERASURE_SECRET")
-# Bodies that are published with `subject=` are encrypted with keys of this database.
+# Bodies that are published with a Subject are encrypted with keys of this database. INSTALLED_APPS of the project then
+# needs "outbox.contrib.encryption".
 if "KEYS_URL" in os.environ:
     DATABASES["keys"] = database_from_url(os.environ["KEYS_URL"], CONN_HEALTH_CHECKS=True)
     OUTBOX["KEY_DATABASE"] = "keys"

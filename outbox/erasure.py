@@ -1,7 +1,7 @@
 """Erased messages: the marks that an erasure leaves in a message, and the list of erasures.
 
-An erasure replaces the body of a message by nothing and its content type by ERASED_CONTENT_TYPE. A body that was
-encrypted for a subject counts as erased when the key of the subject is deleted.
+An erasure replaces the body of a message by nothing and its content type by ERASED_CONTENT_TYPE. The codec of another
+content type may return ERASED too, if it has lost what it needs to decode the body.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 ERASED_CONTENT_TYPE: Final = "application/vnd.outbox.erased"
-ENCRYPTED_CONTENT_TYPE: Final = "application/vnd.outbox.encrypted"
 # The text that replaces an erased text.
 ERASED_TEXT: Final = "(erased)"
 

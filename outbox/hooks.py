@@ -247,6 +247,56 @@ def add_removal(name: str, remove: str) -> None:
     removals[name] = remove
 
 
+# -- deletions that a restored backup would undo -----------------------------------------------------
+
+
+class DeletedKeys(NamedTuple):
+    """The dotted paths of two functions of a part that has keys: deleting a key makes bodies unreadable for ever.
+
+    `deleted`: `() -> ids`, or None if this process cannot reach the keys. `delete`: `(id) -> whether it was there`.
+    """
+
+    deleted: str
+    delete: str
+
+
+deleted_keys: Final[dict[str, DeletedKeys]] = {}
+
+
+def add_deleted_keys(table: str, keys: DeletedKeys) -> None:
+    """Let a list outside of the databases repeat deletions of keys that a restored backup has undone.
+
+    A worker calls the functions before it consumes, outside of any transaction. After an error it does not consume.
+    """
+    deleted_keys[table] = keys
+
+
+lists: Final[dict[str, None]] = {}
+
+
+def add_list(recorder: str) -> None:
+    """Record deletions outside of the databases before they are done, so that they can be repeated after a restore.
+
+    `recorder` is the dotted path of a function that returns the function `(kind, id, reason) -> None`, or None if the
+    settings do not name a list. An error refuses the deletion.
+    """
+    lists[recorder] = None
+
+
+# -- databases of parts --------------------------------------------------------------------------------
+
+own_databases: Final[dict[str, None]] = {}
+
+
+def add_own_database(alias: str) -> None:
+    """Keep the tables of all models out of a database, as out of the broker's: a part creates its tables there.
+
+    `alias` is the dotted path of a function that returns the alias of the database, or None. `BrokerRouter` calls it.
+    A part calls this in the module of its AppConfig, like `add_settings`.
+    """
+    own_databases[alias] = None
+
+
 # -- the objects at the dotted paths ---------------------------------------------------------------
 
 

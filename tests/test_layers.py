@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},
-    "outbox/contrib/encryption": {"outbox", "cryptography"},
+    "outbox/contrib/encryption": {"outbox", "django", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
     # Loaded by every run of pytest: all other packages are imported when a test asks for the fixture.

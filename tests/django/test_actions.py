@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from django.apps import apps
 from django.core.management import call_command, load_command_class
 from django.core.management.base import CommandError
 from django.db import connections, transaction
@@ -31,12 +32,10 @@ from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.catalogue import ACTIONS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SavedReconciliation
 from outbox.contrib.django.operations.endpoints import list_endpoints
-from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
@@ -355,24 +354,26 @@ def _erase(world: World) -> Given:
     return {"topic": "orders", "message": [str(message_id)]}
 
 
-def subject_key(world: World) -> None:
-    create_key_table("default")
-    SubjectKey.objects.all().delete()
-    world.change_settings(KEY_DATABASE="default", KEY_ENCRYPTION_KEYS=[KEKS[0]])
-    subject_keys().key_for("anna")
+if apps.is_installed("outbox.contrib.encryption"):
+    from outbox.contrib.encryption.keys import create_key_table, subject_keys
+    from outbox.contrib.encryption.models import SubjectKey
 
+    def subject_key(world: World) -> None:
+        create_key_table("default")
+        SubjectKey.objects.all().delete()
+        world.change_settings(KEY_DATABASE="default", KEY_ENCRYPTION_KEYS=[KEKS[0]])
+        subject_keys().key_for("anna")
 
-@case("delete_subject_key", lambda world: list(SubjectKey.objects.values_list("subject", "wrapped")))
-def _delete_subject_key(world: World) -> Given:
-    subject_key(world)
-    return {"subject": "anna"}
+    @case("delete_subject_key", lambda world: list(SubjectKey.objects.values_list("subject", "wrapped")))
+    def _delete_subject_key(world: World) -> Given:
+        subject_key(world)
+        return {"subject": "anna"}
 
-
-@case("rotate_subject_keys", lambda world: [bytes(one.wrapped or b"")[1:9] for one in SubjectKey.objects.all()])
-def _rotate_subject_keys(world: World) -> Given:
-    subject_key(world)
-    world.change_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
-    return {}
+    @case("rotate_subject_keys", lambda world: [bytes(one.wrapped or b"")[1:9] for one in SubjectKey.objects.all()])
+    def _rotate_subject_keys(world: World) -> Given:
+        subject_key(world)
+        world.change_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
+        return {}
 
 
 # -- the two doors --------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from outbox.broker.operations import erasing as broker_erasing
 from outbox.broker.operations import summary
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import (
     DeadLetterNote,
@@ -41,15 +40,15 @@ from outbox.contrib.django.models import (
     RelayEntry,
     SavedReconciliation,
     StepEntry,
-    SubjectKey,
     UniqueKey,
 )
 from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
-from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject, envelope
+from outbox.contrib.encryption.keys import create_key_table, subject_keys
+from outbox.contrib.encryption.models import SubjectKey
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.erasure import ERASED
@@ -264,7 +263,7 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
 
 def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
     """A new table must be added to `_TABLES`, or here if it can never contain personal data."""
-    names = ("ledger", "ledger_identity", "inbox", "claim", "key_lock", "relay_lease", "erased", "subject_key")
+    names = ("ledger", "ledger_identity", "inbox", "claim", "key_lock", "relay_lease", "erased")
     without_content = {f"outbox_{name}" for name in names}
     erased = {model._meta.db_table for model in erasing._TABLES}
     tables = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}

@@ -29,13 +29,13 @@ from outbox.broker.maintenance.retention import run_once as run_retention
 from outbox.codec import REFERENCE_CONTENT_TYPE, UnreadBody
 from outbox.contrib.django import ClaimedDelivery, message, publish, publish_messages, subscriber
 from outbox.contrib.django.engine.broker import engine_of, get_codecs
-from outbox.contrib.django.models import SubjectKey
 from outbox.contrib.django.operations.erasing import repeat_erasures
-from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject
+from outbox.contrib.encryption.keys import create_key_table
+from outbox.contrib.encryption.models import SubjectKey
 from outbox.contrib.large_bodies import locks
 from outbox.contrib.large_bodies.objects import LargeBodyCodec, name_of
 from outbox.contrib.large_bodies.orphans import remove_orphans

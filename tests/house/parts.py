@@ -46,11 +46,8 @@ PARTS: Final = (
     Part(
         "encryption",
         r"encrypt|subject_?key",
-        (
-            "contrib/encryption/",
-            f"{_DJANGO}/database/subject_keys.py",
-            f"{_DJANGO}/management/commands/outbox_subject_key.py",
-        ),
+        ("contrib/encryption/",),
+        tests=("django/test_erasure.py", "django/test_large_bodies.py"),
     ),
     Part(
         "erasure",

@@ -7,6 +7,7 @@ from typing import Any
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
 
+from outbox import hooks
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
@@ -32,6 +33,6 @@ class BrokerRouter:
 
 
 def is_dedicated(alias: str) -> bool:
-    """Return whether the alias is that of the broker or of the subjects' keys, and not the default alias."""
-    settings = get_settings()
-    return alias in (settings.broker, settings.key_database) and alias != DEFAULT_DB_ALIAS
+    """Return whether the alias is that of the broker, or of a part's own tables, and not the default alias."""
+    own = {get_settings().broker, *(hooks.resolved(path)() for path in hooks.own_databases)}
+    return alias in own and alias != DEFAULT_DB_ALIAS

@@ -1,5 +1,7 @@
 """Encrypts bodies with one key per subject, so that deleting the key erases the bodies in every copy.
 
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.encryption"]
+
     publish("customer.moved", {"address": …}, Subject(customer.pk))
 
 See docs/operations/erasure.md.

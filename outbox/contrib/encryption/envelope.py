@@ -21,7 +21,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from outbox.codec import Codecs
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED, Erased
+from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
+from outbox.erasure import ERASED, Erased
 from outbox.errors import ConfigurationError
 
 KEY_BYTES: Final = 32

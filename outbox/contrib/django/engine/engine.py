@@ -66,11 +66,6 @@ class Engine(ABC):
         codecs = Codecs(default, by_topic=by_topic)
         for form in hooks.body_forms.values():
             codecs.add(hooks.resolved(form.codec)(codecs))
-        if settings.key_database is not None:
-            from outbox.contrib.django.database.subject_keys import subject_keys
-            from outbox.contrib.encryption.envelope import EncryptedCodec
-
-            codecs.add(EncryptedCodec(subject_keys(), codecs))
         return codecs
 
     @cached_property

@@ -27,7 +27,6 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import erasing
 from outbox.broker.operations.erasing import BATCH, Erasable, Erasure
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
     DeadLetterNote,
@@ -340,16 +339,22 @@ def _of_parts() -> Iterator[tuple[type[models.Model], Callable[[Rows, Scope], in
                 yield apps.get_model(app_label, name), hooks.resolved(path)
 
 
-# -- keys of subjects ----------------------------------------------------------------------------------
+# -- deleted keys ------------------------------------------------------------------------------------------
 
 
-def delete_key(key_id: UUID, *, reason: str, now: datetime | None = None) -> dict[str, Any]:
-    """Delete the key of a subject, and add the deletion to the list of erasures. Raises UsageError or OutboxError."""
-    _require_reason(reason)
-    entry = Erasure(kind="subject", value=str(key_id), reason=reason, at=now or datetime.now(UTC))
-    if (store := erasure_list.store_of_settings()) is not None:
-        erasure_list.append(store, [entry])
-    return {"deleted": subject_keys().delete(key_id)}
+def list_of_settings() -> Callable[[str, str, str], None] | None:
+    """Return the function that adds the deletion of a key to the list of erasures; None without the list.
+
+    Its arguments are the kind of the key, its id and the reason. It raises OutboxError.
+    """
+    store = erasure_list.store_of_settings()
+    if store is None:
+        return None
+
+    def record(kind: str, value: str, reason: str) -> None:
+        erasure_list.append(store, [Erasure(kind=kind, value=value, reason=reason, at=datetime.now(UTC))])
+
+    return record
 
 
 # -- after a restore -----------------------------------------------------------------------------------
@@ -367,10 +372,11 @@ def repeat_erasures() -> dict[str, int]:
         return {}
     listed = erasure_list.read(store)
     rows: Counter[str] = Counter()
-    if get_settings().key_database is not None:
-        stored = subject_keys()
-        undone = {UUID(one.value) for one in listed or () if one.kind == "subject"} - stored.deleted()
-        rows.update({"outbox_subject_key": sum(map(stored.delete, undone))} if undone else {})
+    for table, its in hooks.deleted_keys.items():
+        deleted = hooks.resolved(its.deleted)()
+        undone = {UUID(one.value) for one in listed or () if one.kind == "subject"} - (deleted or set())
+        if deleted is not None and undone:
+            rows[table] += sum(map(hooks.resolved(its.delete), undone))
     if not get_settings().has_database:
         return dict(rows)
     with broker_connection() as (connection, schema), connection.transaction():

@@ -67,8 +67,6 @@ def after_migrate(
     name_ledger(using, apps)
     renew(using)
     settings = get_settings()
-    if using == settings.key_database:
-        create_key_table(using)
     if using == settings.broker and settings.has_database:
         out = options.get("stdout")
         try:
@@ -89,16 +87,6 @@ def name_ledger(alias: str, apps: Apps) -> None:
         return
     if router.allow_migrate_model(alias, identity):
         identity._base_manager.using(alias).get_or_create(singleton=True)
-
-
-def create_key_table(alias: str) -> None:
-    """Create the table of the subjects' keys, if it is missing. No migration creates it on the other aliases."""
-    from outbox.contrib.django.models import SubjectKey
-
-    connection = connections[alias]
-    if SubjectKey._meta.db_table not in connection.introspection.table_names():
-        with connection.schema_editor() as editor:
-            editor.create_model(SubjectKey)
 
 
 def install_broker(

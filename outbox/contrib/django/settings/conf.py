@@ -60,7 +60,6 @@ from outbox.contrib.django.settings.definition import (
     seconds,
     setting,
     text,
-    texts,
     whole,
     wrong,
 )
@@ -623,20 +622,6 @@ class OutboxSettings:
         secret=True,
         word="secret",
         meaning="key of the hashes that stand for erased keys in the list of erasures. Keep it for as long as backups",
-    )
-    key_database: str | None = setting(
-        None,
-        or_none(text("alias")),
-        word="key database",
-        meaning="alias of the database with the [keys of subjects](operations/erasure.md#encrypt-bodies-per-subject)",
-    )
-    key_encryption_keys: Sequence[str] = setting(
-        (),
-        texts("key"),
-        secret=True,
-        shown="`[]`",
-        word="key-encrypting key (NIST), KEK",
-        meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, all decrypt",
     )
 
     def required_producer_group(self) -> str:

@@ -12,15 +12,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from uuid import UUID
 
 from django.db import DatabaseError, connections, transaction
 from django.utils import timezone
 
+from outbox import hooks
+from outbox.codec import Codec, Codecs
 from outbox.contrib.django.database.transactions import in_test_case
-from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.settings.conf import settings_of
+from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
+from outbox.contrib.encryption.settings import EncryptionSettings
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
+from outbox.hooks import ShownBody
 from outbox.utils.safe_text import shown_value
 
 # A process keeps keys in memory for this time. So other processes use a deleted key for at most this time.
@@ -58,7 +63,7 @@ class _Cache(Generic[_Name, _Value]):
 class StoredKeys:
     """The keys of subjects in the key database of these settings (an `envelope.SubjectKeys`)."""
 
-    def __init__(self, settings: OutboxSettings) -> None:
+    def __init__(self, settings: EncryptionSettings) -> None:
         if settings.key_database is None:
             raise ConfigurationError(
                 "OUTBOX['KEY_DATABASE'] is not set: name the alias of the database with the keys of subjects."
@@ -91,7 +96,7 @@ class StoredKeys:
             raise
 
     def _find_or_create(self, subject: str) -> tuple[UUID, bytes]:
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         connection = connections[self._alias]
         if connection.in_atomic_block and not in_test_case(connection):
@@ -112,7 +117,7 @@ class StoredKeys:
         return row.key_id, self._encryption.unwrap(bytes(row.wrapped or b""))
 
     def _find(self, key_id: UUID) -> bytes | None:
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         with self._answering("The message waits."):
             row = SubjectKey.objects.using(self._alias).filter(key_id=key_id).first()
@@ -149,7 +154,7 @@ class StoredKeys:
 
     def id_of(self, subject: str) -> UUID | None:
         """Return the id of a subject's key; None if the subject has no key."""
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         found: UUID | None = (
             SubjectKey.objects.using(self._alias).filter(subject=subject).values_list("key_id", flat=True).first()
@@ -158,14 +163,14 @@ class StoredKeys:
 
     def deleted(self) -> set[UUID]:
         """Return the ids of all deleted keys."""
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         rows = SubjectKey.objects.using(self._alias).filter(deleted_at__isnull=False)
         return set(rows.values_list("key_id", flat=True))
 
     def delete(self, key_id: UUID) -> bool:
         """Delete a key and the name of its subject, and keep its id. Return False if it was deleted before."""
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         rows = SubjectKey.objects.using(self._alias)
         with transaction.atomic(using=self._alias):
@@ -178,7 +183,7 @@ class StoredKeys:
 
     def rotate(self, *, dry_run: bool) -> int:
         """Encrypt all keys with the first key-encrypting key, and return the number of changed rows."""
-        from outbox.contrib.django.models import SubjectKey
+        from outbox.contrib.encryption.models import SubjectKey
 
         rows, changed = SubjectKey.objects.using(self._alias), 0
         for row in rows.filter(deleted_at__isnull=True).iterator(chunk_size=1000):
@@ -193,13 +198,13 @@ class StoredKeys:
         return changed
 
 
-_stored: tuple[OutboxSettings, StoredKeys] | None = None
+_stored: tuple[EncryptionSettings, StoredKeys] | None = None
 
 
 def subject_keys() -> StoredKeys:
     """Return the keys of this process; the same object until the settings change. Raises ConfigurationError."""
     global _stored
-    settings = get_settings()
+    settings = settings_of(EncryptionSettings)
     if _stored is None or _stored[0] is not settings:
         _stored = settings, StoredKeys(settings)
     return _stored[1]
@@ -214,3 +219,89 @@ def check_subject(subject: object) -> str:
             "Nothing was published."
         )
     return text
+
+
+# -- reading bodies -------------------------------------------------------------------------------------
+
+
+class _NoKeys:
+    """Lets encrypted messages wait in a process without the keys."""
+
+    content_type = ENCRYPTED_CONTENT_TYPE
+
+    def encode(self, body: Any) -> bytes:
+        raise TypeError("pass Subject(…) to publish: this codec only decodes")
+
+    def decode(self, data: bytes) -> Any:
+        raise HandlerNotStarted(
+            "the body of the message is encrypted, and this process has no OUTBOX['KEY_DATABASE']. The message waits. "
+            "Set KEY_DATABASE and KEY_ENCRYPTION_KEYS as the publisher does."
+        )
+
+
+def codec(codecs: Codecs) -> Codec:
+    """Return the codec of encrypted bodies. Raises ConfigurationError."""
+    if alias_of_settings() is None:
+        return _NoKeys()
+    keys = subject_keys()
+    # Only projects that encrypt need the library `cryptography`.
+    from outbox.contrib.encryption.envelope import EncryptedCodec
+
+    return EncryptedCodec(keys, codecs)
+
+
+def shown(body: bytes) -> ShownBody:
+    """Return what a page shows instead of an encrypted body."""
+    return ShownBody("The body is encrypted for a subject, and this page does not decrypt it.")
+
+
+# -- the table ------------------------------------------------------------------------------------------
+
+
+def alias_of_settings() -> str | None:
+    """Return OUTBOX['KEY_DATABASE']."""
+    return settings_of(EncryptionSettings).key_database
+
+
+def after_migrate(*, using: str, **options: Any) -> None:
+    """Receive the signal post_migrate, and create the table of the keys on the alias of the settings."""
+    if using == alias_of_settings():
+        create_key_table(using)
+
+
+def create_key_table(alias: str) -> None:
+    """Create the table of the subjects' keys, if it is missing. No migration creates it on the other aliases."""
+    from outbox.contrib.encryption.models import SubjectKey
+
+    connection = connections[alias]
+    if SubjectKey._meta.db_table not in connection.introspection.table_names():
+        with connection.schema_editor() as editor:
+            editor.create_model(SubjectKey)
+
+
+# -- deleted keys after a restore -----------------------------------------------------------------------
+
+
+def lists_of_deleted_keys() -> list[Callable[..., None]]:
+    """Return the functions that record deleted keys outside of the databases (`outbox.hooks.add_list`)."""
+    found = (hooks.resolved(path)() for path in hooks.lists)
+    return [record for record in found if record is not None]
+
+
+def delete_for(key_id: UUID, *, reason: str) -> dict[str, Any]:
+    """Delete the key of a subject, and record the deletion. Raises UsageError or OutboxError."""
+    if not reason:
+        raise UsageError("--reason is missing: the list of erasures stores the reason. Nothing was erased.")
+    for record in lists_of_deleted_keys():
+        record("subject", str(key_id), reason)
+    return {"deleted": subject_keys().delete(key_id)}
+
+
+def deleted_keys() -> set[UUID] | None:
+    """Return the deleted keys; None if this process has no key database."""
+    return None if alias_of_settings() is None else subject_keys().deleted()
+
+
+def delete_key(key_id: UUID) -> bool:
+    """Delete the key once more. Return False if it is deleted."""
+    return subject_keys().delete(key_id)

@@ -1,0 +1,29 @@
+"""The settings of encryption per subject."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outbox.contrib.django.settings.definition import or_none, setting, text, texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncryptionSettings:
+    """The settings of encryption in OUTBOX."""
+
+    key_database: str | None = setting(
+        None,
+        or_none(text("alias")),
+        word="key database",
+        section="erasing",
+        meaning="alias of the database with the [keys of subjects](operations/erasure.md#encrypt-bodies-per-subject)",
+    )
+    key_encryption_keys: Sequence[str] = setting(
+        (),
+        texts("key"),
+        secret=True,
+        shown="`[]`",
+        word="key-encrypting key (NIST), KEK",
+        meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, all decrypt",
+    )
