@@ -172,7 +172,7 @@ def _environment() -> str:
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **{
         f"settings {section}": partial(_settings, *SETTINGS, section=section, header="key")
-        for section in dict.fromkeys(one.section for kind in SETTINGS for one in definitions(kind).values())
+        for section in dict.fromkeys(one.section for one in definitions(OutboxSettings).values())
     },
     "topic options": partial(_settings, TopicOptions),
     "forward options": partial(_settings, DeclaredForward),
