@@ -20,10 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 from uuid import UUID
 
 from outbox.utils.ids import uuid7
+
+if TYPE_CHECKING:
+    from outbox.message import Message
 
 # -- periodic passes -------------------------------------------------------------------------------
 
@@ -123,6 +126,22 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
+# -- pruning ---------------------------------------------------------------------------------------
+
+# Table -> the dotted path of the function that removes its rows.
+prunings: Final[dict[str, str]] = {}
+
+
+def add_pruning(table: str, work: str) -> None:
+    """Remove rows of a part's table with each pass of pruning, on every alias that has a ledger.
+
+    The function at the dotted path `work`, `(connection, *, limit) -> number of removed rows`, gets a connection of its
+    own in autocommit mode. If it removes `limit` rows, it is called again while there is time. If it raises
+    django.db.DatabaseError, the other tables and aliases are pruned, and then the pass fails.
+    """
+    prunings[table] = work
+
+
 # -- observed engines ------------------------------------------------------------------------------
 
 # Name of an engine -> the module that observes its server, if that is not the bundled broker.
@@ -175,12 +194,27 @@ class Option:
 
     `encode` is called in the order of the arguments, after the topic's codec has encoded the body. No transaction needs
     to be open yet. An error refuses the message: nothing is published, and the block of the caller is rolled back.
+
+    If `is_kept` is true, the message needs a transaction, and `admit` is called before the message is stored in it.
     """
 
     __slots__ = ()
 
+    is_kept: ClassVar[bool] = False
+
     def encode(self, draft: Draft) -> None:
         """Change the draft of the message. Raises the errors of `publish`."""
+
+    @classmethod
+    def admit(cls, connection: Any, wanted: Sequence[tuple[Message, Self]]) -> Mapping[UUID, UUID]:
+        """Return which of the messages are duplicates: the id of each, and the id of the message it is a duplicate of.
+
+        This is called once for all messages of a publish call that have an option of this class, in the caller's
+        transaction. The keys of FIFO topics are locked, and nothing of the messages is stored yet. `connection` is
+        Django's connection of the transaction, so rows that are written with it commit together with the messages.
+        Duplicates are not published. An error refuses all messages of the call, and the caller's block is rolled back.
+        """
+        return {}
 
 
 # Name -> the dotted path of a function that returns what a part does with the body of every message.

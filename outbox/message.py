@@ -147,43 +147,21 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UniqueMessage(Message):
-    """A message that is published only if no other message of its topic holds the key `unique`.
+class MessageWithOptions(Message):
+    """A message with options that act when it is stored (`outbox.hooks.Option.admit`), so it needs a transaction."""
 
-    The key is held for the time `within` after the publish call. Only `outbox.contrib.django` publishes such messages,
-    because the key is a row in the publisher's database. Raises InvalidMessage for a key or a time that is not allowed.
-    """
-
-    unique: str
-    within: timedelta
-
-    def __post_init__(self) -> None:
-        # With slots=True, dataclass makes a second class, so super() without arguments fails.
-        Message.__post_init__(self)
-        key = self.unique
-        if not isinstance(key, str) or not key or len(key) > names.MAX_KEY or not names.is_text(key):
-            raise InvalidMessage(
-                f"unique={shown_value(key)} for topic {self.topic!r} must be a text of 1 to {names.MAX_KEY} "
-                "characters, an int or a UUID. Nothing was published."
-            )
-        if not isinstance(self.within, timedelta) or not timedelta(0) < self.within <= MAX_WITHIN:
-            raise InvalidMessage(
-                f"within={shown_value(self.within)} for topic {self.topic!r} must be seconds (a number) or a "
-                f"timedelta, more than 0 and at most {MAX_WITHIN.days} days. Nothing was published."
-            )
+    options: Sequence[Any]
 
 
-MAX_WITHIN: Final = timedelta(days=366)
-
-
-def refuse_unique(messages: Iterable[Message]) -> None:
-    """Raise NotSupported if one of the messages has a unique key. Producers without a local transaction call this."""
+def refuse_options(messages: Iterable[Message]) -> None:
+    """Raise NotSupported if one of the messages has options. Producers without a local transaction call this."""
     for message in messages:
-        if isinstance(message, UniqueMessage):
+        if isinstance(message, MessageWithOptions):
             raise NotSupported(
-                f"message {message.message_id} for topic {message.topic!r} has unique={message.unique!r}, but this "
-                "producer has no database transaction that could hold the key. Nothing was sent. Publish the message "
-                "with outbox.contrib.django inside atomic(), or make it without unique."
+                f"message {message.message_id} for topic {message.topic!r} has the option "
+                f"{shown_value(message.options[0])}, but this producer has no database transaction that the option "
+                "could use. Nothing was sent. Publish the message with outbox.contrib.django inside atomic(), or make "
+                "it without the option."
             )
 
 
@@ -194,8 +172,8 @@ class SendReceipt:
     `position` is the message's address in the broker. Do not interpret `position`: it is the log id in the PostgreSQL
     broker, a text in another broker, and None if the broker has no such address.
 
-    If another message holds the unique key of this message, `duplicate_of` is the id of the other message. The broker
-    has then not stored this message, and no group gets a message with the id `message_id`.
+    If an option of the message has found that it is a duplicate, `duplicate_of` is the id of the other message. The
+    broker has then not stored this message, and no group gets a message with the id `message_id`.
     """
 
     message_id: UUID

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from outbox import names, tracing
 from outbox.checkback import CheckBack
 from outbox.errors import BrokerError, LocalTransactionRolledBack
-from outbox.message import Message, SendReceipt, refuse_unique
+from outbox.message import Message, SendReceipt, refuse_options
 from outbox.ports import Broker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndTransaction, HalfTransaction
 from outbox.utils import log_context
@@ -51,7 +51,7 @@ class Producer:
 
     def send_many(self, messages: Sequence[Message]) -> list[SendReceipt]:
         """Store all messages or none. Raises a BrokerError if no message was stored."""
-        refuse_unique(messages)
+        refuse_options(messages)
         with tracing.publishing(messages) as traced:
             return self._broker.send(traced, timeout_seconds=self._timeout_seconds)
 
@@ -81,7 +81,7 @@ class TransactionProducer:
         exception from the local transaction is raised again. If the exception is LocalTransactionRolledBack, the
         producer reports ROLLBACK. After any other exception, or if the report is lost, check-back finds the outcome.
         """
-        refuse_unique([message])
+        refuse_options([message])
         with tracing.publishing([message]) as traced:
             half = HalfTransaction(producer_group=self._group, messages=traced, immunity_seconds=immunity_seconds)
             point("producer.before_half")

@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
     "outbox/contrib/saga": {"outbox", "django"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
+    "outbox/contrib/unique": {"outbox", "django"},
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},

@@ -26,7 +26,9 @@ from outbox.errors import ConfigurationError, OutboxError
 
 # The fault points of the core, in the order in which a message passes them. Parts add theirs to `hooks.fault_points`.
 POINTS: Final = (
-    "producer.after_unique",
+    "large_body.before_upload",
+    "large_body.after_upload",
+    "producer.after_options",
     "producer.before_ledger",
     "producer.after_ledger",
     "producer.before_half",

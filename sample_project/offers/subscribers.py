@@ -8,6 +8,7 @@ from django.core.mail import send_mail
 
 from outbox import Delivery, Limits
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.unique import Unique
 from sample_project import request_id
 from sample_project.events import OrderPaid
 
@@ -19,10 +20,9 @@ def make(delivery: Delivery[OrderPaid]) -> None:
     publish(
         "offer.made",
         {"customer": customer},
+        Unique(customer, within=timedelta(days=1)),
         key=customer,
         headers=request_id.headers(),
-        unique=customer,
-        within=timedelta(days=1),
         timeout=timedelta(hours=1),
     )
 

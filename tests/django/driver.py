@@ -70,14 +70,15 @@ def place_decorated(number: str, fail: bool) -> None:
 
 
 def place_uniquely(number: str, fail: bool) -> None:
-    """publish(unique=…) inside atomic()."""
+    """publish(…, Unique(…)) inside atomic()."""
     from django.db import transaction
 
     from outbox.contrib.django import publish
+    from outbox.contrib.unique import Unique
     from tests.django.shop.models import Order
 
     with transaction.atomic():
-        receipt = publish("orders", {"number": number}, key=number, unique=number, within=3600)
+        receipt = publish("orders", {"number": number}, Unique(number, within=3600), key=number)
         assert receipt.duplicate_of is None
         Order.objects.create(number=number)
         if fail:

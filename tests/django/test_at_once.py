@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -35,6 +36,7 @@ from outbox.contrib.django import (
 )
 from outbox.contrib.django.testing import OutboxTestMixin
 from outbox.errors import InvalidName, TransactionRequired, TransactionUsageError, UnknownTopic
+from outbox.hooks import Option
 from tests.django import test_claims, test_inbox
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions, rolled_back
@@ -129,14 +131,22 @@ def test_another_alias_is_not_in_the_transaction(path: str) -> None:
     assert (orders(), sent()) == (["kept"], ["both", "other"])
 
 
+@dataclass(frozen=True)
+class Kept(Option):
+    """An option of a part, which acts in the transaction of the publisher."""
+
+    is_kept: ClassVar[bool] = True
+
+
 def test_an_option_of_a_transaction_is_refused_with_at_once(path: str) -> None:
-    for options, said in (
-        ({"unique": "u", "within": 60}, "unique='u' for topic 'orders' needs a transaction"),
-        ({"immunity_seconds": 9}, "immunity_seconds=9 for topic 'orders' applies to a transaction"),
-    ):
+    cases: list[tuple[list[Option], dict[str, Any], str]] = [
+        ([Kept()], {}, r"Kept\(\) for topic 'orders' needs a transaction"),
+        ([], {"immunity_seconds": 9}, "immunity_seconds=9 for topic 'orders' applies to a transaction"),
+    ]
+    for options, more, said in cases:
         for at_once in (False, True):
             with pytest.raises(TransactionRequired, match=said):
-                publish("orders", {}, at_once=at_once, **options)
+                publish("orders", {}, *options, at_once=at_once, **more)
     assert decisions() == {}
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 
 KILLED = -signal.SIGKILL
 # Only a message with a unique key passes this point; see test_unique_crash.py.
-UNIQUE_STEP = "producer.after_unique"
+UNIQUE_STEP = "producer.after_options"
 STEPS = [point for point in faults.POINTS if point.startswith("producer.") and point != UNIQUE_STEP]
 
 

@@ -40,7 +40,7 @@ from outbox.contrib.django.models import (
     RelayEntry,
     SavedReconciliation,
     StepEntry,
-    UniqueKey,
+    SubjectKey,
 )
 from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
@@ -51,6 +51,8 @@ from outbox.contrib.encryption.keys import create_key_table, subject_keys
 from outbox.contrib.encryption.models import SubjectKey
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.unique import Unique
+from outbox.contrib.unique.models import UniqueKey
 from outbox.erasure import ERASED
 from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody
 from outbox.message import Delivery
@@ -117,7 +119,7 @@ def fill(world: World) -> list[UUID]:
     world.subscribe("mail", TOPIC)
     headers = {"name": MARK, "traceparent": "00-1", "outbox-timeout": "3600"}
     with transaction.atomic():
-        queued = publish(TOPIC, {"name": MARK}, key=MARK, headers=headers, unique=MARK, within=3600)
+        queued = publish(TOPIC, {"name": MARK}, Unique(MARK, within=3600), key=MARK, headers=headers)
         delayed = publish(TOPIC, {"name": MARK}, key=MARK, delay=3600)
         publish(TOPIC, {"name": "someone else"}, key="other", headers={"name": "someone else"})
     sequence()

@@ -331,7 +331,7 @@ def test_a_kill_at_any_step_loses_no_row_and_the_next_pass_completes_the_work(po
     kept = {*needed, derived.message_id}
     assert set(InboxEntry.objects.values_list("message_id", flat=True)) >= kept
     deliver_all_again()
-    assert not run_killed("producer.after_unique", everything)
+    assert not run_killed("producer.after_options", everything)
     assert set(InboxEntry.objects.values_list("message_id", flat=True)) == kept
     deliver_all_again()
     assert Effect.objects.count() == 2

@@ -22,8 +22,7 @@ from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger import ledger, renaming
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.ledger.pruning import prune_inboxes
-from outbox.contrib.django.models import ErasureEntry, InboxEntry, LedgerEntry, LedgerIdentity, UniqueKey
-from outbox.contrib.django.operations.erasing import ErasureRequest, erase
+from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
@@ -338,15 +337,6 @@ def test_a_rename_waits_for_handlers_that_have_written(monkeypatch: pytest.Monke
             with pytest.raises(UsageError, match="does not end"):
                 renaming.wait_for_writers(own)
         renaming.wait_for_writers(own)
-
-
-def test_an_erasure_reaches_the_tables_of_mariadb() -> None:
-    with transaction.atomic(using=ALIAS):
-        publish("orders", {}, key="person", unique="person-7", within=60, using=ALIAS)
-    erased = erase(ErasureRequest(topic="orders", key="person"), reason="asked", dry_run=False)
-    assert (len(erased.message_ids), erased.rows["lite.outbox_unique"]) == (1, 1)
-    assert not UniqueKey.objects.using(ALIAS).exists()
-    assert ErasureEntry.objects.using(ALIAS).count() == 1
 
 
 # -- checks --------------------------------------------------------------------------------------------

@@ -123,8 +123,9 @@ def test_a_transaction_stores_its_messages_and_a_rollback_removes_them() -> None
 
 
 def test_a_unique_message_is_stored_once() -> None:
+    unique = pytest.importorskip("outbox.contrib.unique")
     with transaction.atomic():
-        first, second = (publish("steps", number, key="k", unique="one", within=60) for number in range(2))
+        first, second = (publish("steps", number, unique.Unique("one", within=60), key="k") for number in range(2))
     assert (first.duplicate_of, second.duplicate_of) == (None, first.message_id)
     assert backlog("default").waiting == 1
 

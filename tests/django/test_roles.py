@@ -81,8 +81,10 @@ def _several() -> None:
 
 
 def _unique() -> None:
+    from outbox.contrib.unique import Unique
+
     with transaction.atomic():
-        publish("orders", {}, unique=uuid4().hex, within=60)
+        publish("orders", {}, Unique(uuid4().hex, within=60))
 
 
 def _decorated() -> None:
@@ -166,7 +168,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`publish` in a transaction, and its end message": _in_transaction,
     "`publish` with `at_once=True`": lambda: publish("orders", {}, at_once=True),
     "`publish_many`": _several,
-    "`publish` with `unique`": _unique,
+    "`publish` with `Unique`": _unique,
     "`@transactional_message`": _decorated,
     "`SELECT outbox.publish(…)`": lambda: _broker("SELECT outbox.publish('orders', '{}')"),
     "an end message for another producer group": _end_of_another_group,

@@ -22,6 +22,7 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import RetryLater
+from outbox.hooks import Option
 from outbox.ports import Disposition, RunAlone
 from outbox.topic import Topic
 from outbox.utils import fence
@@ -241,6 +242,12 @@ def test_on_commit_callbacks_run_after_commit_and_apart(caplog: pytest.LogCaptur
     assert effects() == ["a", "b", "c"]
 
 
+class Locking(Option):
+    """An option of a part, which acts in the transaction of the publisher."""
+
+    is_kept = True
+
+
 def test_publishing_to_a_fifo_topic_ends_the_sharing() -> None:
     """Its key stays locked until COMMIT."""
     handle_with(lambda given: publish("steps", {}, key="k"))
@@ -249,12 +256,12 @@ def test_publishing_to_a_fifo_topic_ends_the_sharing() -> None:
     assert "FIFO topic" in more.ended[0]
 
 
-def test_publishing_with_a_unique_key_ends_the_sharing() -> None:
-    """Its key stays locked until COMMIT."""
-    handle_with(lambda given: publish("orders", {}, unique="k", within=60))
+def test_publishing_with_an_option_that_locks_ends_the_sharing() -> None:
+    """What it locks stays locked until COMMIT."""
+    handle_with(lambda given: publish("orders", {}, Locking()))
     results, more = share(*deliveries("a", "b"))
     assert results == [HANDLED]
-    assert "with unique=" in more.ended[0]
+    assert "with an option that locks" in more.ended[0]
 
 
 def test_writing_to_another_database_ends_the_sharing() -> None:

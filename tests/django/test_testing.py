@@ -63,19 +63,6 @@ class InsideTestCase(OutboxTestMixin, TestCase):
             assert self.outbox.messages("orders") == []
         assert self.outbox.bodies("orders") == [{"n": 1}]
 
-    def test_a_unique_key_is_held_until_the_rollback(self) -> None:
-        with rolled_back():
-            publish("orders", {}, key="dropped", unique="7", within=60)
-        with transaction.atomic():
-            first = publish("orders", {}, key="first", unique="7", within=60)
-        with transaction.atomic():
-            second = publish("orders", {}, key="second", unique="7", within=60)
-        assert (first.duplicate_of, second.duplicate_of) == (None, first.message_id)
-        assert [item.key for item in self.outbox.messages("orders")] == ["first"]
-
-    def test_the_unique_key_of_another_test_is_free(self) -> None:
-        self.test_a_unique_key_is_held_until_the_rollback()
-
     def test_captured_callbacks_do_the_same(self) -> None:
         with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
             publish("orders", {}, key="captured")

@@ -1,4 +1,4 @@
-"""publish(unique=…, within=…): one message per topic and key in that time."""
+"""publish(…, Unique(…)): one message per topic and key in that time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from django.db import OperationalError, connections, transaction
+from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 
-from outbox import Delivery, Message, SendReceipt
+from outbox import Delivery, Message, SendReceipt, hooks
 from outbox.contrib.django import (
     get_broker,
     message,
@@ -30,10 +31,14 @@ from outbox.contrib.django import (
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.ledger import unique_keys
-from outbox.contrib.django.models import LedgerEntry, UniqueKey
+from outbox.contrib.django.models import ErasureEntry, LedgerEntry
+from outbox.contrib.django.operations.erasing import ErasureRequest, erase
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.django.testing import OutboxTestMixin
+from outbox.contrib.unique import Unique, keys
+from outbox.contrib.unique.models import UniqueKey
+from outbox.contrib.unique.option import MAX_WITHIN
 from outbox.errors import (
     ConfigurationError,
     InvalidMessage,
@@ -42,7 +47,6 @@ from outbox.errors import (
     TransactionUsageError,
     UsageError,
 )
-from outbox.message import MAX_WITHIN, UniqueMessage
 from outbox.producer import Producer
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
@@ -55,7 +59,7 @@ HOUR = timedelta(hours=1)
 
 def once(key: str = "invoice:7", *, name: str = "", topic: str = "orders", **options: Any) -> SendReceipt:
     """Publish a message with a unique key; `name` is the message's own key, by which the tests find the message."""
-    return publish(topic, {}, key=name or key, unique=key, within=HOUR, **options)
+    return publish(topic, {}, Unique(key, within=HOUR), key=name or key, **options)
 
 
 def names() -> list[str]:
@@ -73,6 +77,10 @@ def end_windows(alias: str = "default") -> None:
     past = "'2020-01-01 00:00:00.000'"
     with connections[alias].cursor() as cursor:
         cursor.execute(f"UPDATE outbox_unique SET until = {past}")
+
+
+def pruned(**options: Any) -> int:
+    return run_prune(**options).of_parts["outbox_unique"]
 
 
 # -- what a duplicate is ----------------------------------------------------------------------------
@@ -133,7 +141,9 @@ def test_a_transaction_sees_its_own_key(path: str) -> None:
 
 def test_a_failing_publish_frees_the_key(outbox_settings: Callable[..., None]) -> None:
     with contextlib.suppress(UsageError), transaction.atomic():
-        publish_messages([message("orders", {}, unique="a", within=1), message("orders", {}, key="k")], using="nowhere")
+        publish_messages(
+            [message("orders", {}, Unique("a", within=1)), message("orders", {}, key="k")], using="nowhere"
+        )
     with contextlib.suppress(TransactionUsageError, UsageError), transaction.atomic():
         once(immunity_seconds=-1)
     assert holders() == {}
@@ -170,9 +180,9 @@ def test_the_time_begins_with_the_publish_call_and_is_measured_by_the_database(a
 
 def test_the_first_message_chooses_the_time() -> None:
     with transaction.atomic():
-        publish("orders", {}, unique="a", within=timedelta(microseconds=1))
-        assert publish("orders", {}, unique="a", within=3600).duplicate_of is None
-        assert publish("orders", {}, unique="a", within=timedelta(microseconds=1)).duplicate_of is not None
+        publish("orders", {}, Unique("a", within=timedelta(microseconds=1)))
+        assert publish("orders", {}, Unique("a", within=3600)).duplicate_of is None
+        assert publish("orders", {}, Unique("a", within=timedelta(microseconds=1))).duplicate_of is not None
 
 
 def test_the_time_of_a_delayed_message_begins_with_the_publish_call(path: str) -> None:
@@ -202,9 +212,9 @@ def test_pruning_removes_keys_whose_time_is_over(alias: str, monkeypatch: pytest
     end_windows(alias)
     with transaction.atomic(using=alias):
         once("held", using=alias)
-    assert run_prune().unique == 5
+    assert pruned() == 5
     assert set(holders(alias)) == {"held"}
-    assert run_prune().unique == 0
+    assert pruned() == 0
 
 
 def test_pruning_in_short_turns_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +224,9 @@ def test_pruning_in_short_turns_goes_on(monkeypatch: pytest.MonkeyPatch) -> None
             once(f"over:{number}")
     end_windows()
     turn = run_prune(max_seconds=0)
-    assert turn.unique == 2
+    assert turn.of_parts["outbox_unique"] == 2
     assert turn.more
-    assert sum(run_prune(max_seconds=0).unique for _ in range(3)) == 3
+    assert sum(pruned(max_seconds=0) for _ in range(3)) == 3
 
 
 # -- several messages -------------------------------------------------------------------------------
@@ -228,7 +238,7 @@ def test_publish_many_leaves_duplicates_out(path: str) -> None:
     with transaction.atomic():
         bodies = [{"n": n} for n in ("1", "2", "3", "1")]
         receipts = publish_many(
-            "orders", bodies, key=lambda body: f"many {body['n']}", unique=lambda body: body["n"], within=HOUR
+            "orders", bodies, lambda body: Unique(body["n"], within=HOUR), key=lambda body: f"many {body['n']}"
         )
     assert [item.duplicate_of for item in receipts] == [None, held.message_id, None, receipts[0].message_id]
     assert {item.transaction_id for item in receipts} == {receipts[0].message_id}
@@ -239,7 +249,7 @@ def test_the_transaction_id_is_the_id_of_the_first_message_that_is_stored(path: 
     with transaction.atomic():
         once("1")
     with transaction.atomic():
-        built = [message("orders", {}, unique="1", within=HOUR), message("payments", {}, key="plain")]
+        built = [message("orders", {}, Unique("1", within=HOUR)), message("payments", {}, key="plain")]
         receipts = publish_messages(built)
     assert [item.duplicate_of is None for item in receipts] == [False, True]
     assert {item.transaction_id for item in receipts} == {built[1].message_id}
@@ -248,7 +258,7 @@ def test_the_transaction_id_is_the_id_of_the_first_message_that_is_stored(path: 
 
 def test_all_keys_of_a_call_are_taken_by_one_statement(path: str) -> None:
     with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
-        publish_many("orders", [{"n": n} for n in range(50)], unique=lambda body: body["n"], within=HOUR)
+        publish_many("orders", [{"n": n} for n in range(50)], lambda body: Unique(body["n"], within=HOUR))
     assert sum("outbox_unique" in query["sql"] for query in queries) == 1
     assert len(names()) == 50
 
@@ -257,8 +267,8 @@ def test_message_transactions_take_the_keys_at_their_end(path: str) -> None:
     with transaction.atomic():
         once("1")
     with transaction.atomic(), message_transaction() as tx:
-        tx.publish("orders", {}, key="dropped", unique="1", within=HOUR)
-        tx.publish("orders", {}, key="kept", unique="2", within=HOUR)
+        tx.publish("orders", {}, Unique("1", within=HOUR), key="dropped")
+        tx.publish("orders", {}, Unique("2", within=HOUR), key="kept")
         assert set(holders()) == {"1"}
     assert [item.duplicate_of is None for item in tx.receipts] == [False, True]
     assert names() == ["1", "kept"]
@@ -268,14 +278,14 @@ def test_message_transactions_take_the_keys_at_their_end(path: str) -> None:
 
 
 @transactional_message(
-    "orders", body={}, key=lambda number: number, unique=lambda number: number.partition(" ")[0], within=HOUR
+    "orders", lambda number: Unique(number.partition(" ")[0], within=HOUR), body={}, key=lambda number: number
 )
 def early(number: str) -> None:
     Order.objects.create(number=number)
 
 
 @transactional_message(
-    "orders", body=lambda result: {}, key=lambda number: number, unique=lambda result: result, within=HOUR
+    "orders", lambda result: Unique(result, within=HOUR), body=lambda result: {}, key=lambda number: number
 )
 def late(number: str) -> str:
     Order.objects.create(number=number)
@@ -293,7 +303,7 @@ def test_a_decorated_function_runs_and_publishes_no_duplicate(path: str, place: 
 
 def test_a_decorated_function_with_several_messages(path: str) -> None:
     @transactional_message(
-        messages=lambda given: [message("orders", {}, key=one, unique=one[0], within=HOUR) for one in given]
+        messages=lambda given: [message("orders", {}, Unique(one[0], within=HOUR), key=one) for one in given]
     )
     def place(given: list[str]) -> None:
         Order.objects.create(number=given[0])
@@ -427,7 +437,7 @@ def test_a_key_that_is_pruned_meanwhile_is_taken(pool: ThreadPoolExecutor) -> No
     with transaction.atomic():
         once()
     end_windows()
-    prune = Other(pool, lambda: unique_keys.delete_expired(connections["default"], limit=10))
+    prune = Other(pool, lambda: keys.delete_expired(connections["default"], limit=10))
     assert prune.done.wait(20)
     publisher = Other(pool, once)
     waiting(1)
@@ -441,14 +451,14 @@ def test_pruning_leaves_out_a_key_that_is_being_replaced(pool: ThreadPoolExecuto
     end_windows()
     publisher = Other(pool, once)
     assert publisher.done.wait(20)
-    assert run_prune().unique == 0
+    assert pruned() == 0
     assert publisher.end().duplicate_of is None
     assert len(holders()) == 1
 
 
-def batch(*keys: str) -> Callable[[], list[UUID | None]]:
+def batch(*wanted: str) -> Callable[[], list[UUID | None]]:
     def publish_batch() -> list[UUID | None]:
-        receipts = publish_many("orders", list(keys), unique=lambda body: body, within=HOUR)
+        receipts = publish_many("orders", list(wanted), lambda body: Unique(body, within=HOUR))
         return [receipt.duplicate_of for receipt in receipts]
 
     return publish_batch
@@ -478,11 +488,16 @@ def test_two_batches_with_the_same_keys_do_not_deadlock(path: str, pool: ThreadP
 def test_batches_in_the_order_of_the_call_would_deadlock(pool: ThreadPoolExecutor) -> None:
     """The control of the test above."""
 
-    def insert(*keys: str) -> Callable[[], None]:
+    def insert(*wanted: str) -> Callable[[], None]:
         def insert_keys() -> None:
             with connections["default"].cursor() as cursor:
-                values: list[Any] = [["orders"] * len(keys), list(keys), [uuid4() for _ in keys], [60.0] * len(keys)]
-                cursor.execute(unique_keys._INSERT_POSTGRESQL, values)
+                values: list[Any] = [
+                    ["orders"] * len(wanted),
+                    list(wanted),
+                    [uuid4() for _ in wanted],
+                    [60.0] * len(wanted),
+                ]
+                cursor.execute(keys._INSERT_POSTGRESQL, values)
 
         return insert_keys
 
@@ -585,7 +600,7 @@ def test_a_key_pruned_after_the_snapshot_is_taken_once(level: str, pool: ThreadP
         once()
     end_windows()
     with isolated(level):
-        assert Other(pool, lambda: unique_keys.delete_expired(connections["default"], limit=10)).end() == 1
+        assert Other(pool, lambda: keys.delete_expired(connections["default"], limit=10)).end() == 1
         taken = once()
         assert taken.duplicate_of is None
         # The snapshot has two rows of the key now: the pruned one, and the one of this transaction.
@@ -603,34 +618,64 @@ def test_on_sqlite() -> None:
     with rolled_back("lite"):
         once("free", using="lite")
     with transaction.atomic(using="lite"):
-        built = [message("orders", {}, key=key, unique=key[0], within=HOUR) for key in ("i", "free", "f2")]
-        receipts = publish_messages([*built, message("orders", {}, unique="invoice:7", within=HOUR)], using="lite")
+        built = [message("orders", {}, Unique(key[0], within=HOUR), key=key) for key in ("i", "free", "f2")]
+        receipts = publish_messages([*built, message("orders", {}, Unique("invoice:7", within=HOUR))], using="lite")
     assert [item.duplicate_of for item in receipts] == [None, None, receipts[1].message_id, first.message_id]
+
+
+# -- the in-memory broker, and erasures -------------------------------------------------------------
+
+
+class TestInMemory(OutboxTestMixin, TestCase):
+    """Each `TestCase` begins without keys."""
+
+    def test_a_unique_key_is_held_until_the_rollback(self) -> None:
+        with rolled_back():
+            publish("orders", {}, Unique("7", within=60), key="dropped")
+        with transaction.atomic():
+            first = publish("orders", {}, Unique("7", within=60), key="first")
+        with transaction.atomic():
+            second = publish("orders", {}, Unique("7", within=60), key="second")
+        assert (first.duplicate_of, second.duplicate_of) == (None, first.message_id)
+        assert [item.key for item in self.outbox.messages("orders")] == ["first"]
+
+    def test_the_unique_key_of_another_test_is_free(self) -> None:
+        self.test_a_unique_key_is_held_until_the_rollback()
+
+
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_an_erasure_deletes_the_key(alias: str) -> None:
+    with transaction.atomic(using=alias):
+        publish("orders", {}, Unique("person-7", within=60), key="person", using=alias)
+    run_check_back()
+    erased = erase(ErasureRequest(topic="orders", key="person"), reason="asked", dry_run=False)
+    assert (len(erased.message_ids), erased.rows[f"{alias}.outbox_unique"]) == (1, 1)
+    assert holders(alias) == {}
+    assert ErasureEntry.objects.using(alias).count() == 1
 
 
 # -- refusals ---------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments_are_refused() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"unique": "a"}, "unique= was passed without within="),
-        ({"within": 60}, "within= was passed without unique="),
-        ({"unique": "", "within": 60}, "must be a text of 1 to 255 characters"),
-        ({"unique": "x" * 256, "within": 60}, "must be a text of 1 to 255 characters"),
-        ({"unique": "a\x00", "within": 60}, "must be a text of 1 to 255 characters"),
-        ({"unique": b"a", "within": 60}, "must be a text of 1 to 255 characters"),
-        ({"unique": True, "within": 60}, "must be a text of 1 to 255 characters"),
-        ({"unique": "a", "within": 0}, "more than 0 and at most 366 days"),
-        ({"unique": "a", "within": -1}, "more than 0 and at most 366 days"),
-        ({"unique": "a", "within": MAX_WITHIN + timedelta(microseconds=1)}, "at most 366 days"),
-        ({"unique": "a", "within": 1e300}, "at most 366 days"),
-        ({"unique": "a", "within": float("nan")}, "at most 366 days"),
-        ({"unique": "a", "within": "1h"}, "at most 366 days"),
-        ({"unique": "a", "within": True}, "at most 366 days"),
+    cases: list[tuple[Any, Any, str]] = [
+        ("", 60, "must be a text of 1 to 255 characters"),
+        ("x" * 256, 60, "must be a text of 1 to 255 characters"),
+        ("a\x00", 60, "must be a text of 1 to 255 characters"),
+        (b"a", 60, "must be a text of 1 to 255 characters"),
+        (True, 60, "must be a text of 1 to 255 characters"),
+        (lambda body: "a", 60, "must be a text of 1 to 255 characters"),
+        ("a", 0, "more than 0 and at most 366 days"),
+        ("a", -1, "more than 0 and at most 366 days"),
+        ("a", MAX_WITHIN + timedelta(microseconds=1), "at most 366 days"),
+        ("a", 1e300, "at most 366 days"),
+        ("a", float("nan"), "at most 366 days"),
+        ("a", "1h", "at most 366 days"),
+        ("a", True, "at most 366 days"),
     ]
-    for options, text in cases:
-        with pytest.raises(UsageError, match=text) as raised, transaction.atomic():
-            publish("orders", {}, **options)
+    for key, within, text in cases:
+        with pytest.raises(InvalidMessage, match=text) as raised, transaction.atomic():
+            publish("orders", {}, Unique(key, within=within))
         assert "'orders'" in str(raised.value)
         assert "Nothing was published" in str(raised.value)
         assert stored() == []
@@ -639,8 +684,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_ints_and_uuids_are_keys() -> None:
     number = uuid4()
     with transaction.atomic():
-        publish("orders", {}, unique=7, within=1.5)
-        publish("orders", {}, unique=number, within=MAX_WITHIN)
+        publish("orders", {}, Unique(7, within=1.5))
+        publish("orders", {}, Unique(number, within=MAX_WITHIN))
     assert set(holders()) == {"7", str(number)}
 
 
@@ -648,22 +693,27 @@ def test_outside_of_a_transaction_it_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="needs a transaction"):
         once()
     with pytest.raises(TransactionUsageError, match="needs a transaction"), message_transaction(at_once=True) as tx:
-        tx.publish("orders", {}, unique="a", within=60)
+        tx.publish("orders", {}, Unique("a", within=60))
     assert stored() == []
     assert holders() == {}
 
 
-def test_one_key_for_all_bodies_is_refused() -> None:
-    one_key: Any = "a"
-    with pytest.raises(UsageError, match="only the first body would be published"), transaction.atomic():
-        publish_many("orders", [{}, {}], unique=one_key, within=60)
-
-
-def test_a_decorator_with_half_of_the_arguments_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="only one of unique= and within="):
-        transactional_message("orders", body={}, unique="a")
+def test_one_key_for_several_messages_and_two_keys_for_one_are_refused() -> None:
+    same = Unique("a", within=60)
+    with pytest.raises(UsageError, match="only the first of them would be published"), transaction.atomic():
+        publish_many("orders", [{}, {}], same)
+    with pytest.raises(UsageError, match="not the only unique key of a message"), transaction.atomic():
+        publish("orders", {}, same, Unique("b", within=60))
     with pytest.raises(ConfigurationError, match="cannot be used together with"):
-        transactional_message(messages=list, within=60)  # type: ignore[call-overload]
+        transactional_message("orders", same, messages=list)  # type: ignore[call-overload]
+    assert (stored(), holders()) == ([], {})
+
+
+def test_without_the_app_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would remove the key."""
+    monkeypatch.delitem(hooks.prunings, "outbox_unique")
+    with pytest.raises(ConfigurationError, match="Add the app to INSTALLED_APPS"), transaction.atomic():
+        once()
 
 
 def test_a_missing_table_is_named() -> None:
@@ -679,12 +729,9 @@ def test_a_missing_table_is_named() -> None:
 
 
 def test_a_producer_without_a_database_refuses_unique_messages() -> None:
-    built = message("orders", {}, unique="a", within=60)
-    assert isinstance(built, UniqueMessage)
-    with pytest.raises(NotSupported, match="no database transaction that could hold the key"):
+    built = message("orders", {}, Unique("a", within=60))
+    with pytest.raises(NotSupported, match="no database transaction"):
         Producer(get_broker()).send(built)
-    with pytest.raises(InvalidMessage):
-        UniqueMessage(topic="orders", body=b"", unique="a", within=timedelta(0))
 
 
 # -- the cost of messages without a key -------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from django.db import transaction
 
 from outbox.contrib.django import publish
-from outbox.contrib.django.models import UniqueKey
+from outbox.contrib.unique import Unique
+from outbox.contrib.unique.models import UniqueKey
 from tests.django.shop.models import Order
 from tests.django.test_crash import KILLED, STEPS, UNIQUE_STEP, committed, differences, driver, run, settle
 
@@ -37,5 +38,5 @@ def test_a_key_is_held_if_and_only_if_its_transaction_committed(path: str, drive
     assert keys() == orders
     # The first visit is the first transaction of the process. It was killed before COMMIT, and its key is free.
     with transaction.atomic():
-        assert publish("orders", {}, key="again", unique="after_unique-1-c0", within=60).duplicate_of is None
+        assert publish("orders", {}, Unique("after_options-1-c0", within=60), key="again").duplicate_of is None
         Order.objects.create(number="again")

@@ -192,7 +192,12 @@ PARTS: Final = (
             "django/test_tasks_running.py",
         ),
     ),
-    Part("unique", r"unique_?key|outbox_unique|UniqueEntry", (f"{_DJANGO}/ledger/unique_keys.py",)),
+    Part(
+        "unique",
+        r"unique_?key|outbox_unique|uniquemessage|contrib\.unique|\bunique\(",
+        ("contrib/unique/",),
+        tests=("django/test_unique.py", "django/test_unique_crash.py", "mistakes/", "oracle/"),
+    ),
 )
 
 

@@ -21,13 +21,12 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
 from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
-from outbox.contrib.django.ledger import unique_keys
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
 from outbox.contrib.django.subscribers import claims, inbox, outside
 from outbox.contrib.django.subscribers.inbox import InboxEntries
 from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
-from outbox.message import UniqueMessage
+from outbox.contrib.unique import keys
 from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
 from tests.mistakes.interpreter import Mistake
@@ -113,21 +112,21 @@ def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
 
 def take_no_key(patch: pytest.MonkeyPatch) -> None:
     """No row holds a unique key."""
-    patch.setattr(unique_keys, "reserve", lambda connection, messages: {})
+    patch.setattr(keys, "reserve", lambda connection, messages: {})
 
 
 def hold_keys_of_rolled_back_messages(patch: pytest.MonkeyPatch) -> None:
     """The row of a unique key commits on its own, so a rollback does not free the key."""
-    reserve = unique_keys.reserve
+    reserve = keys.reserve
 
-    def reserve_elsewhere(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+    def reserve_elsewhere(connection: BaseDatabaseWrapper, messages: Sequence[keys.KeyRequest]) -> dict[UUID, UUID]:
         # This alias names the same database.
         other = connections["other"]
         with other.cursor() as cursor:
             cursor.execute("SET lock_timeout = '20ms'")
         return reserve(other, messages)
 
-    patch.setattr(unique_keys, "reserve", reserve_elsewhere)
+    patch.setattr(keys, "reserve", reserve_elsewhere)
 
 
 def let_writes_pass(patch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscr
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
+from outbox.contrib.unique import Unique
 from outbox.errors import PermanentError, UsageError
 from outbox.ports import Disposition, RunAlone
 from outbox.subscription import Effects
@@ -172,12 +173,12 @@ class _Interpreter:
         ]
 
         def publish_all(using: str | None) -> Sequence[SendReceipt | None]:
-            given: dict[str, Any] = {}
+            options: list[Any] = []
             if seen[0].unique:
-                given = {"unique": lambda body: body["unique"], "within": 3600}
+                options = [lambda body: Unique(body["unique"], within=3600)]
             bodies = [{"key": one.key, "unique": one.unique} for one in seen]
             return publish_many(
-                "orders", bodies, key=lambda body: body["key"], using=using, at_once=using is None, **given
+                "orders", bodies, *options, key=lambda body: body["key"], using=using, at_once=using is None
             )
 
         self._beside_rows(seen, step.unique, False, publish_all)
@@ -187,15 +188,16 @@ class _Interpreter:
         given["key"] = f"{seen.key}{KEY_END}{given['key']}" if hostile else seen.key
         topic = "reminders" if "deliver_at" in given else "orders"
         try:
-            receipt = publish(topic, **given, using=using, at_once=using is None, **_options(seen.unique))
+            body = given.pop("body")
+            receipt = publish(topic, body, *_options(seen.unique), **given, using=using, at_once=using is None)
         except Exception as error:
             # What only the driver notices comes late: the statement has aborted the transaction of the program.
             is_foreign = isinstance(error.__cause__ or error, _OF_THE_DRIVER) and not isinstance(error, UsageError)
             seen.foreign = error_line(error) if is_foreign else ""
             raise
         if hostile:
-            body = _CODEC.decode(_CODEC.encode(given["body"]))
-            seen.sent = Sent(given["key"], given.get("tag", ""), given.get("headers", {}), body)
+            decoded = _CODEC.decode(_CODEC.encode(body))
+            seen.sent = Sent(given["key"], given.get("tag", ""), given.get("headers", {}), decoded)
         return receipt
 
     def _beside_rows(
@@ -390,7 +392,7 @@ class _Interpreter:
             means_to_commit = not self.connection.needs_rollback
 
         body: Any = (lambda result: {}) if step.last else {}
-        decorate = transactional_message("orders", key=seen.key, body=body, using=self.alias, **_options(seen.unique))
+        decorate = transactional_message("orders", *_options(seen.unique), key=seen.key, body=body, using=self.alias)
         decorate(work)()
         seen.returned = True
         seen.claims_commit = outermost and means_to_commit
@@ -423,8 +425,8 @@ class _Interpreter:
         thread.join()
 
 
-def _options(unique: str) -> dict[str, Any]:
-    return {"unique": unique, "within": 3600} if unique else {}
+def _options(unique: str) -> list[Unique]:
+    return [Unique(unique, within=3600)] if unique else []
 
 
 # -- the consumer's side ----------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class Client:
     def pair(self, *, topic: str = "orders", using: str = "default", unique: str | None = None, **options: Any) -> None:
         """A business row, and its message right behind it."""
         from outbox.contrib.django import publish
+        from outbox.contrib.unique import Unique
         from tests.oracle.shop.models import Order
 
         name = self.name()
@@ -88,12 +89,11 @@ class Client:
             body["number"] = options.pop("number")
         if topic == "later":
             body["due"] = time.time() + options["delay"]
-        if unique is not None:
-            options |= {"unique": unique, "within": 86_400}
+        once = [] if unique is None else [Unique(unique, within=86_400)]
         write("try", name=name, topic=topic, using=using, unique=unique, by_hand=self.by_hand, key=options.get("key"))
         Order.objects.using(using).create(name=name)
         try:
-            receipt = publish(topic, body, using=using, **options)
+            receipt = publish(topic, body, *once, using=using, **options)
         except Exception as error:
             write("refused", name=name, error=type(error).__name__, text=str(error)[:300])
             raise

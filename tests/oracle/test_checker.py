@@ -307,7 +307,7 @@ def test_a_kept_history_is_judged_again_as_it_was(tmp_path: Path, monkeypatch: p
     assert main() == 1
 
 
-PUBLIC = {"outbox", "outbox.contrib.django", "outbox.errors"}
+PUBLIC = {"outbox", "outbox.contrib.django", "outbox.contrib.unique", "outbox.errors"}
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -24,7 +24,7 @@ from tests.rocketmq.project import Project, expected, happened, make_project, no
 CHILD = ["-m", "outbox.contrib.django.worker.child"]
 CHILDREN = {"check": [*CHILD, "check"], "consumer-1": [*CHILD, "consumer"], "consumer-2": [*CHILD, "consumer"]}
 # No message of these tests is unique.
-STEPS = [point for point in faults.POINTS if point.startswith("producer.") and point != "producer.after_unique"]
+STEPS = [point for point in faults.POINTS if point.startswith("producer.") and point != "producer.after_options"]
 
 
 class Campaign:

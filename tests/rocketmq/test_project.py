@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("application")
 
 KILLED = -signal.SIGKILL
 # No message of these tests is unique.
-STEPS = [point for point in faults.POINTS if point.startswith("producer.") and point != "producer.after_unique"]
+STEPS = [point for point in faults.POINTS if point.startswith("producer.") and point != "producer.after_options"]
 
 
 @pytest.fixture

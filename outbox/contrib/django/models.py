@@ -165,28 +165,6 @@ class KeyLock(models.Model):
         return str(self.key_hash)
 
 
-class UniqueKey(models.Model):
-    """A unique key of a topic, and the message that holds the key until the time `until`.
-
-    The local transaction that publishes the message writes this row. So the key is free again if the transaction or the
-    savepoint rolls back.
-    """
-
-    pk = models.CompositePrimaryKey("topic", "unique_key")
-    topic = models.CharField(max_length=127)
-    unique_key = models.CharField(max_length=255)
-    message_id = models.UUIDField()
-    until = models.DateTimeField()
-
-    class Meta:
-        app_label = "outbox"
-        db_table = "outbox_unique"
-        indexes: ClassVar = [models.Index(fields=["until"], name="outbox_unique_until")]
-
-    def __str__(self) -> str:
-        return f"{self.topic} {self.unique_key}"
-
-
 class Finding(models.Model):
     """A finding of the last reconciliation run.
 

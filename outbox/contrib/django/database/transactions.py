@@ -123,7 +123,7 @@ class BlockTraces:
 
     `lasting`: the handler executed a statement such as SET LOCAL or CREATE TEMPORARY TABLE, whose effect lasts until
     the transaction ends. `has_conflicts`: the database stopped a statement, for example because of a lock timeout.
-    `has_key_locks`: the handler published to a FIFO topic or with a unique key.
+    `has_key_locks`: the handler published to a FIFO topic or with an option that locks.
     """
 
     lasting: bool = False

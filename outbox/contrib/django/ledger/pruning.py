@@ -1,4 +1,4 @@
-"""Removes ledger rows of decided transactions, inbox rows past their retention, and unique keys past their time.
+"""Removes ledger rows of decided transactions, inbox rows past their retention, and rows of parts.
 
 A project that had another engine has ledger rows whose transactions this broker has never seen. They go when they are
 older than `INBOX_RETENTION_SECONDS`: if they stayed, they would fill each pass, because they are the oldest. Before
@@ -8,10 +8,11 @@ rows go, `pruned_before` gets a higher id.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -19,6 +20,7 @@ from django.db import router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import presence
 from outbox.broker.operations.presence import deliverable, unknown_transactions
@@ -28,7 +30,7 @@ from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.ledger import claimed, handled, ledger, partitions, unique_keys
+from outbox.contrib.django.ledger import claimed, handled, ledger, partitions
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
@@ -49,14 +51,14 @@ _SHORTEST_PARTITION_SECONDS: Final = 600.0
 class PruneCounts:
     """The numbers of rows that one pruning pass removed, and of partitions of the inbox that it dropped.
 
-    `inbox` does not count the rows of dropped partitions. `more` is true if the pass ended before it had examined all
-    tables.
+    `inbox` does not count the rows of dropped partitions. `of_parts` has the rows of parts, by table. `more` is true
+    if the pass ended before it had examined all tables.
     """
 
     ledger: int = 0
     inbox: int = 0
-    unique: int = 0
     partitions: int = 0
+    of_parts: Mapping[str, int] = field(default_factory=dict)
     more: bool = False
 
 
@@ -112,7 +114,7 @@ def _is_through(sweep: _Sweep) -> None:
 
 
 def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
-    """Remove ledger rows of decided transactions, inbox rows past their retention, and unique keys past their time.
+    """Remove ledger rows of decided transactions, inbox rows past their retention, and rows of parts.
 
     The function ends when all tables are examined, or after about `max_seconds`. If tables remain, the next call in
     this process continues at the position that this call has reached. Each statement and each transaction covers at
@@ -124,13 +126,13 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     ledgers = prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_seconds=share)
     kept = timedelta(seconds=get_settings().inbox_retention_seconds)
     inboxes = prune_inboxes(older_than=now - kept, max_seconds=share)
-    keys = prune_unique_keys(max_seconds=share)
+    others = prune_parts(max_seconds=share)
     return PruneCounts(
         ledger=ledgers.ledger,
         inbox=inboxes.inbox,
-        unique=keys.unique,
         partitions=inboxes.partitions,
-        more=ledgers.more or inboxes.more or keys.more,
+        of_parts=others.of_parts,
+        more=ledgers.more or inboxes.more or others.more,
     )
 
 
@@ -181,17 +183,18 @@ def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, kee
         presence.report_pruned(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
 
 
-def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = (), unique: Sequence[_Part] = ()) -> PruneCounts:
+def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> PruneCounts:
     return PruneCounts(
         ledger=sum(part.removed for part in ledger),
         inbox=sum(part.removed for part in inbox),
-        unique=sum(part.removed for part in unique),
         partitions=sum(part.partitions for part in inbox),
-        more=any(part.more for part in (*ledger, *inbox, *unique)),
+        more=any(part.more for part in (*ledger, *inbox)),
     )
 
 
-def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
+def _of_each(
+    prune: Callable[[str, float], _Part], max_seconds: float | None, *, what: str = "ledger and inbox"
+) -> list[_Part]:
     """Call `prune` for every alias, and return the results. Each alias gets an equal share of `max_seconds`.
 
     If one database cannot be pruned, the function continues with the next database.
@@ -210,7 +213,7 @@ def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) ->
         return parts
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
     raise LedgerUnavailable(
-        f"ledger and inbox could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the other "
+        f"{what} could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the other "
         "databases were removed. Nothing is lost: the next pass tries again. Check the named database. If it is a "
         "replica, let a router's allow_migrate refuse the models of outbox."
     ) from next(iter(failed.values()))
@@ -392,16 +395,33 @@ def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[hand
     return [row for place, row in enumerate(batch) if place not in stay]
 
 
-def prune_unique_keys(*, max_seconds: float | None = None) -> PruneCounts:
-    """Remove unique keys whose time is over by the clock of their database."""
-    return _counts(unique=_of_each(_prune_unique_keys, max_seconds))
+def prune_parts(*, max_seconds: float | None = None) -> PruneCounts:
+    """Remove the rows that parts have given to pruning (`outbox.hooks.add_pruning`).
+
+    If a table cannot be pruned, the function prunes the other tables, and then raises LedgerUnavailable.
+    """
+    removed: dict[str, int] = {}
+    more = False
+    failures: list[LedgerUnavailable] = []
+    share = None if max_seconds is None else max_seconds / max(1, len(hooks.prunings))
+    for table, path in hooks.prunings.items():
+        try:
+            found = _of_each(partial(_prune_part, hooks.resolved(path)), share, what=table)
+        except LedgerUnavailable as error:
+            failures.append(error)
+            continue
+        removed[table] = sum(one.removed for one in found)
+        more = more or any(one.more for one in found)
+    if failures:
+        raise failures[0]
+    return PruneCounts(of_parts=removed, more=more)
 
 
-def _prune_unique_keys(alias: str, ends: float) -> _Part:
+def _prune_part(work: Callable[..., int], alias: str, ends: float) -> _Part:
     removed = 0
     with closing(open_connection(alias)) as connection:
         while True:
-            deleted = unique_keys.delete_expired(connection, limit=_BATCH)
+            deleted = work(connection, limit=_BATCH)
             removed += deleted
             if deleted < _BATCH:
                 return _Part(removed)

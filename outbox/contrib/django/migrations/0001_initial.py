@@ -268,20 +268,6 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name='UniqueKey',
-            fields=[
-                ('pk', models.CompositePrimaryKey('topic', 'unique_key', blank=True, editable=False, primary_key=True, serialize=False)),
-                ('topic', models.CharField(max_length=127)),
-                ('unique_key', models.CharField(max_length=255)),
-                ('message_id', models.UUIDField()),
-                ('until', models.DateTimeField()),
-            ],
-            options={
-                'db_table': 'outbox_unique',
-                'indexes': [models.Index(fields=['until'], name='outbox_unique_until')],
-            },
-        ),
-        migrations.CreateModel(
             name='RaisedCondition',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),

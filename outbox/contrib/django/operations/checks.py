@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import psycopg
+from django.apps import apps
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Info, Warning
-from django.db import connections
+from django.db import connections, router
 from django.db.utils import DatabaseError
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.conditions import Condition, Severity
@@ -239,7 +241,7 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
     try:
         with connection.cursor() as cursor:
             tables = set(connection.introspection.table_names(cursor))
-            missing = [name for name in ("outbox_ledger", "outbox_inbox", "outbox_unique") if name not in tables]
+            missing = [name for name in ("outbox_ledger", "outbox_inbox", *_of_parts(alias)) if name not in tables]
             durable = _durable(connection.vendor, cursor)
             unfit = list(mariadb.problems(connection)) if connection.vendor == "mysql" else []
     except DatabaseError as error:
@@ -260,6 +262,13 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield _not_durable(alias)
     if not missing and settings.has_database:
         yield from _foreign_ledger(alias, settings)
+
+
+def _of_parts(alias: str) -> Iterator[str]:
+    for app in apps.get_app_configs():
+        if app.label in hooks.tables:
+            models = (model for model in app.get_models() if model._meta.managed)
+            yield from (model._meta.db_table for model in models if router.allow_migrate_model(alias, model))
 
 
 def _durable(vendor: str, cursor: Any) -> bool:

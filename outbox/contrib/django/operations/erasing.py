@@ -39,7 +39,6 @@ from outbox.contrib.django.models import (
     RelayEntry,
     SavedReconciliation,
     StepEntry,
-    UniqueKey,
 )
 from outbox.contrib.django.operations import erasure_list
 from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
@@ -226,11 +225,6 @@ def _steps(rows: Rows, scope: Scope) -> int:
     return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
 
 
-def _unique_keys(rows: Rows, scope: Scope) -> int:
-    """Delete the rows: a unique key is chosen by the application, so it may be personal."""
-    return rows.filter(message_id__in=scope.message_ids).delete()[0]
-
-
 def _findings(rows: Rows, scope: Scope) -> int:
     ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
     names = ("detail", "row", "body")
@@ -320,7 +314,6 @@ def _audit(rows: Rows, scope: Scope) -> int:
 # outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
-    UniqueKey: _unique_keys,
     Finding: _findings,
     ForwardEndpoint: _endpoints,
     RaisedCondition: _conditions,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 from django.db.utils import DatabaseError
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
@@ -31,7 +32,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _APPLICATION_SIZES: Final = """
 SELECT name, (SELECT sum(pg_total_relation_size(relid))::bigint
               FROM (SELECT relid FROM pg_partition_tree(name::regclass) UNION SELECT name::regclass) AS part)
-FROM unnest(ARRAY['outbox_ledger', 'outbox_inbox', 'outbox_unique']) AS name
+FROM unnest(%s::text[]) AS name
 WHERE to_regclass(name) IS NOT NULL
 """
 
@@ -105,14 +106,15 @@ def _late_schedules(run: Executor) -> dict[tuple[str, str], float]:
 
 
 def _application_sizes() -> dict[str, Any]:
-    """Return the sizes of the ledger tables and inbox tables that are on PostgreSQL."""
+    """Return the sizes of the ledger tables, inbox tables and pruned tables of parts that are on PostgreSQL."""
     sizes: dict[str, Any] = {}
+    names = ["outbox_ledger", "outbox_inbox", *hooks.prunings]
     for alias in ledger_aliases():
         if connections[alias].vendor != "postgresql":
             continue
         try:
             with connections[alias].cursor() as cursor:
-                cursor.execute(_APPLICATION_SIZES)
+                cursor.execute(_APPLICATION_SIZES, [names])
                 sizes |= {f"{alias}.{name}": size for name, size in cursor.fetchall()}
         except DatabaseError:
             continue

@@ -251,8 +251,6 @@ def transactional_message(
     headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = ...,
     delay: float | timedelta | None = ...,
     deliver_at: datetime | Callable[..., datetime] | None = ...,
-    unique: object | Callable[..., object] | None = ...,
-    within: float | timedelta | None = ...,
     timeout: float | timedelta | None = ...,
     check: Lookup | None = ...,
     immunity_seconds: int | None = ...,
@@ -282,8 +280,6 @@ def transactional_message(
     headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | Callable[..., datetime] | None = None,
-    unique: object | Callable[..., object] | None = None,
-    within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
     check: Lookup | None = None,
     immunity_seconds: int | None = None,
@@ -292,21 +288,20 @@ def transactional_message(
 ) -> Callable[[Function], Function]:
     """Run the decorated function in `atomic()`; its message is delivered if and only if the transaction commits.
 
-    `body`, `key`, `tag`, `headers`, `deliver_at` and `unique` are values, or functions whose parameters are named like
-    parameters of the decorated function. If a function for `body`, `key`, … has a parameter `result`, this parameter
+    `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
+    of the decorated function. If a function for `body`, `key`, … has a parameter `result`, this parameter
     gets the return value of the decorated function, for example an object with a database id. A message that needs
     `result` is built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`,
     a function for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
 
     With a type of events instead of a topic, `body` is an event of this type, or a function that returns one.
 
-    If another message holds the key `unique` (see `publish`), the function runs, but publishes no message.
-
-    `options` are the options of `publish`, or functions like those for `body` that return one each.
+    `options` are the options of `publish`, or functions like those for `body` that return one each. If an option finds
+    that the message is a duplicate, the function runs, but publishes no message.
 
     `delay` and `timeout` are values, as for `publish`.
 
-    `messages` replaces `topic`, `body`, `key`, `tag`, `headers`, `deliver_at`, `timeout` and `unique`. The value of
+    `messages` replaces `topic`, `options`, `body`, `key`, `tag`, `headers`, `deliver_at` and `timeout`. The value of
     `messages` is a function whose parameters follow the same rules as the parameters of `body`. The function returns or
     yields any number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
@@ -329,7 +324,6 @@ def transactional_message(
         "tag": tag,
         "headers": headers,
         "deliver_at": deliver_at,
-        "unique": unique,
     }
     for number, option in enumerate(options, 1):
         if not callable(option):
@@ -338,12 +332,12 @@ def transactional_message(
     kind = None if isinstance(topic, str) else topic
     topic = topic_of(topic, "@transactional_message")
     if messages is None:
-        _check_one(topic, body, unique=unique, within=within)
+        _check_one(topic, body)
         wait_of(topic, delay, cast(Any, deliver_at))
         if timeout is not None:
             with_timeout(topic, None, timeout)
     else:
-        _check_several(messages, topic=topic, delay=delay, timeout=timeout, within=within, **parts)
+        _check_several(messages, topic=topic, delay=delay, timeout=timeout, **parts)
         parts = {MESSAGES: messages}
     check_immunity(topic, immunity_seconds)
     return _Decorator(
@@ -351,7 +345,6 @@ def transactional_message(
         kind=kind,
         given=parts,
         delay=delay,
-        within=within,
         timeout=timeout,
         immunity_seconds=immunity_seconds,
         check=check,
@@ -360,18 +353,13 @@ def transactional_message(
     )
 
 
-def _check_one(topic: str, body: Any, *, unique: object | None, within: object | None) -> None:
+def _check_one(topic: str, body: Any) -> None:
     if body is NOT_GIVEN or not topic:
         raise ConfigurationError(
             "@transactional_message needs a topic and body=, or messages=. The value of messages= is a function that "
             "returns or yields any number of messages made by message(…)."
         )
     names.check_topic(topic)
-    if (unique is None) != (within is None):
-        raise ConfigurationError(
-            f"@transactional_message for topic {topic!r} has only one of unique= and within=. Pass both: unique= is "
-            "the key, and within= is the time for which the key allows one message."
-        )
 
 
 def _check_several(messages: Any, **others: Any) -> None:
@@ -400,7 +388,6 @@ class _Decorator:
     kind: type | None
     given: Mapping[str, Any]
     delay: float | timedelta | None
-    within: float | timedelta | None
     timeout: float | timedelta | None
     immunity_seconds: int | None
     check: Lookup | None
@@ -450,7 +437,7 @@ class _Decorator:
         topic = self.topic
         if self.kind is not None:
             topic, body = body, NOT_GIVEN
-        return [build(topic, body, options, delay=delay, timeout=timeout, within=self.within, **values)]
+        return [build(topic, body, options, delay=delay, timeout=timeout, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:

@@ -121,15 +121,13 @@ class MessageTransaction:
         headers: Mapping[str, str] | None = None,
         delay: float | timedelta | None = None,
         deliver_at: datetime | None = None,
-        unique: object | None = None,
-        within: float | timedelta | None = None,
         timeout: float | timedelta | None = None,
     ) -> UUID:
         """Add a message and return its id.
 
         The message is encoded and checked now, and stored when the block ends.
 
-        The parameters are the same as for `publish`. Unique keys are taken when the block ends. Raises UsageError for a
+        The parameters are the same as for `publish`. Options lock when the block ends. Raises UsageError for a
         message that can never be sent. After this error, no message of the transaction is sent.
         """
         with failing_takes_the_block_along(self._alias):
@@ -143,8 +141,6 @@ class MessageTransaction:
                     headers=headers,
                     delay=delay,
                     deliver_at=deliver_at,
-                    unique=unique,
-                    within=within,
                     timeout=timeout,
                 )
                 self._add(built)

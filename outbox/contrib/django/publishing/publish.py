@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -25,7 +25,7 @@ import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError, OperationalError, ProgrammingError
+from django.db.utils import IntegrityError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
@@ -41,7 +41,6 @@ from outbox.contrib.django.database.transactions import (
     failing_takes_the_block_along,
     in_test_case,
     in_transaction,
-    is_missing_table,
     mark_for_rollback,
     require_whole,
     watch_of,
@@ -49,12 +48,11 @@ from outbox.contrib.django.database.transactions import (
 from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
-from outbox.contrib.django.ledger import ledger_entry, relay_rows, unique_keys
+from outbox.contrib.django.ledger import ledger_entry, relay_rows
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.errors import (
-    ConfigurationError,
     InvalidMessage,
     OutboxError,
     TransactionRequired,
@@ -62,7 +60,8 @@ from outbox.errors import (
     UsageError,
 )
 from outbox.hooks import Draft, Option
-from outbox.message import Message, SendReceipt, UniqueMessage
+from outbox.large_bodies import LARGE_CONTENT_TYPE
+from outbox.message import Message, MessageWithOptions, SendReceipt
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
@@ -84,8 +83,6 @@ def publish(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
-    unique: object | None = None,
-    within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
@@ -103,18 +100,13 @@ def publish(
     text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery. `delay` is a number of seconds or a
     timedelta. The delay begins when the broker stores the message. If USE_TZ is on, `deliver_at` is an aware datetime.
     `timeout` (seconds or a timedelta) is the time limit of the message: if no handler has begun within this time after
-    the message was due, the message is not delivered. `subject` (a text, an int or a UUID) is the person or account
-    that the body is about: the body is encrypted with the subject's key, and deleting this key erases the body
-    (docs/operations/erasure.md). `immunity_seconds` is how long the broker waits before its first check of this
-    transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs for a long
-    time. If transactions are open on several aliases, pass one of these aliases as `using`: the message then belongs to
-    the transaction on this alias.
+    the message was due, the message is not delivered. `immunity_seconds` is how long the broker waits before its first
+    check of this transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs
+    for a long time. If transactions are open on several aliases, pass one of these aliases as `using`: the message then
+    belongs to the transaction on this alias.
 
-    With `unique` and `within`, the message holds the key `unique` of its topic for the time `within`, which begins with
-    this call. `unique` is a text, an int or a UUID; `within` is a number of seconds or a timedelta. If another message
-    holds the key, nothing is published, and `duplicate_of` of the receipt is the id of the other message. If another
-    open transaction has taken the key, `publish` waits until that transaction ends. The keys belong to the database of
-    the transaction, so publishers on two databases do not see each other's keys.
+    `options` come from parts, whose documents explain them. If an option finds that the message is a duplicate, nothing
+    is published, and `duplicate_of` of the receipt is the id of the other message.
 
     Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
     After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
@@ -130,8 +122,6 @@ def publish(
             headers=headers,
             delay=delay,
             deliver_at=deliver_at,
-            unique=unique,
-            within=within,
             timeout=timeout,
         )
         published = publish_bound([built], immunity_seconds=immunity_seconds, using=using, at_once=at_once)
@@ -151,8 +141,6 @@ def publish_many(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
-    unique: Callable[[Any], object] | None = None,
-    within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
@@ -162,10 +150,10 @@ def publish_many(
 
     `publish_many(topic, bodies)` publishes bodies without a type, and `publish_many(events)` publishes events.
 
-    `key`, `tag` and the options may be functions of a body, and `unique` is a function of a body. `key=None` is the
-    same as no key, but a function must not return None. Duplicates are left out, and their receipts have
-    `duplicate_of`. The other parameters are the same as for `publish`. If your messages differ in other fields or in
-    their topics, build each with `message`, and pass all to `publish_messages`.
+    `key`, `tag` and the options may be functions of a body. `key=None` is the same as no key, but a function must not
+    return None. Duplicates are left out, and their receipts have `duplicate_of`. The other parameters are the same as
+    for `publish`. If your messages differ in other fields or in their topics, build each with `message`, and pass all
+    to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if not isinstance(topic, str):
@@ -177,12 +165,6 @@ def publish_many(
         if not isinstance(bodies, Iterable) or isinstance(bodies, (str, bytes, Mapping)):
             raise UsageError(
                 f"publish_many to {topic!r}: pass a list of bodies, not {bodies!r:.80}; for one body, call publish()."
-            )
-        if unique is not None and not callable(unique):
-            raise UsageError(
-                f"publish_many to {topic!r}: unique={unique!r:.80} is one key for all bodies, so only the first body "
-                "would be published. Nothing was published. Pass a function of a body, such as `unique=lambda body: "
-                "body['id']`."
             )
         if key is None:
             key = ""
@@ -196,8 +178,6 @@ def publish_many(
                 headers=headers,
                 delay=delay,
                 deliver_at=deliver_at,
-                unique=None if unique is None else unique(body),
-                within=within,
                 timeout=timeout,
             )
             for body in bodies
@@ -300,8 +280,8 @@ def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms, 
     try:
         is_atomic = takes_atomic_path(connection, current)
         path = _publish_atomic if is_atomic else _publish_two_phase
-        if any(isinstance(item, UniqueMessage) for item in messages):
-            published = _publish_unique(path, connection, current, messages, terms)
+        if any(isinstance(item, MessageWithOptions) for item in messages):
+            published = _publish_admitted(path, connection, current, messages, terms)
         else:
             published = path(connection, current, messages, terms)
     except Exception as error:
@@ -350,30 +330,29 @@ def _report_failure(messages: Sequence[Message], started: float, error: Exceptio
         measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
 
 
-# -- unique messages --------------------------------------------------------------------------------
+# -- messages with options ---------------------------------------------------------------------------
 
 
 _Path = Callable[[BaseDatabaseWrapper, CurrentEngine, Sequence[Message], "_HalfTerms"], Published]
 
 
-def _publish_unique(
+def _publish_admitted(
     path: _Path,
     connection: BaseDatabaseWrapper,
     current: CurrentEngine,
     messages: Sequence[Message],
     terms: _HalfTerms,
 ) -> Published:
-    """Take the unique keys of the messages, publish the messages whose keys were free, and return all receipts.
+    """Let the options decide which messages are duplicates, publish the others, and return all receipts.
 
-    The FIFO keys are locked first. If they were locked after the unique keys, this transaction could hold a unique key
-    and wait for a FIFO key, while the transaction with the FIFO key waits for the unique key.
+    The FIFO keys are locked first. If they were locked after what an option locks, this transaction could hold the lock
+    of the option and wait for a FIFO key, while the transaction with the FIFO key waits for the lock of the option.
     """
     _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
-    wanted = [item for item in messages if isinstance(item, UniqueMessage)]
     if (traces := watch_of(connection).traces) is not None:
         traces.has_key_locks = True
-    duplicates = _take(connection, wanted)
-    point("producer.after_unique")
+    duplicates = _duplicates(connection, messages)
+    point("producer.after_options")
     left = [item for item in messages if item.message_id not in duplicates]
     published = path(connection, current, left, terms) if left else Published([])
     stored = {receipt.message_id: receipt for receipt in published.receipts}
@@ -391,16 +370,18 @@ def _publish_unique(
     return replace(published, receipts=receipts)
 
 
-def _take(connection: BaseDatabaseWrapper, wanted: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
-    try:
-        return unique_keys.reserve(connection, wanted)
-    except (ProgrammingError, OperationalError) as error:
-        if not is_missing_table(error):
-            raise
-        raise ConfigurationError(
-            f"unique={wanted[0].unique!r} for topic {wanted[0].topic!r}: the table of unique keys is missing on "
-            f"{connection.alias!r}. Nothing was published. Run `manage.py migrate --database={connection.alias}`."
-        ) from error
+def _duplicates(connection: BaseDatabaseWrapper, messages: Sequence[Message]) -> dict[UUID, UUID]:
+    by_class: dict[type[Option], list[tuple[Message, Option]]] = {}
+    for item in messages:
+        if isinstance(item, MessageWithOptions):
+            for option in item.options:
+                by_class.setdefault(type(option), []).append((item, option))
+    found: dict[UUID, UUID] = {}
+    for kind, wanted in by_class.items():
+        left = [one for one in wanted if one[0].message_id not in found]
+        if left:
+            found |= kind.admit(connection, left)
+    return found
 
 
 # -- the atomic path --------------------------------------------------------------------------------
@@ -577,8 +558,6 @@ def message(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
-    unique: object | None = None,
-    within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
 ) -> Message:
     """Return an encoded message for `publish_messages`, of a topic and a body, or of an event.
@@ -596,8 +575,6 @@ def message(
         headers=headers,
         delay=delay,
         deliver_at=deliver_at,
-        unique=unique,
-        within=within,
         timeout=timeout,
     )
 
@@ -612,8 +589,6 @@ def build(
     headers: Mapping[str, str] | None,
     delay: float | timedelta | None,
     deliver_at: datetime | None,
-    unique: object | None,
-    within: float | timedelta | None,
     timeout: float | timedelta | None,
 ) -> Message:
     """Like `message`, with the options in one sequence: it takes less time to pass them on."""
@@ -646,8 +621,9 @@ def build(
             delay=wait_of(topic, delay, deliver_at),
             deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
         )
-        if unique is not None or within is not None:
-            built = _with_unique(built, unique, within)
+        if options and (kept := [option for option in options if option.is_kept]):
+            values = {one.name: getattr(built, one.name) for one in fields(built)}
+            built = MessageWithOptions(**values, options=kept)
     except OutboxError:
         raise
     except Exception as error:
@@ -673,21 +649,6 @@ def _unreadable(topic: str, error: Exception) -> InvalidMessage:
         f"topic {topic!r}: a value of the message raised {type(error).__name__}: {shown_text(error):.200}. Nothing was "
         "published. Pass a plain text, number, date or UUID as key, tag, header, delay and delivery time."
     )
-
-
-def _with_unique(built: Message, unique: object | None, within: float | timedelta | None) -> UniqueMessage:
-    if unique is None or within is None:
-        given, lacking = ("unique", "within") if within is None else ("within", "unique")
-        raise UsageError(
-            f"topic {built.topic!r}: {given}= was passed without {lacking}=. Nothing was published. Pass both: "
-            "unique= is the key, and within= is the time for which the key allows one message."
-        )
-    if isinstance(within, (int, float)) and not isinstance(within, bool):
-        # If the number is not possible as a timedelta, UniqueMessage refuses the number.
-        with suppress(OverflowError, ValueError):
-            within = timedelta(seconds=within)
-    values = {one.name: getattr(built, one.name) for one in fields(built)}
-    return UniqueMessage(**values, unique=key_text(unique), within=cast(timedelta, within))
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
@@ -783,10 +744,10 @@ def refuse_without_transaction(
 ) -> None:
     """Raise TransactionRequired if a publish call needs a transaction. The caller found that none is open."""
     first = messages[0]
-    if unique := next((item for item in messages if isinstance(item, UniqueMessage)), None):
+    if found := next((item for item in messages if isinstance(item, MessageWithOptions)), None):
         raise TransactionRequired(
-            f"unique={unique.unique!r} for topic {unique.topic!r} needs a transaction, because the transaction holds "
-            "the key, but no transaction is open. Nothing was published. Put the publish call into `with "
+            f"{shown_value(found.options[0])} for topic {found.topic!r} needs a transaction, to which its rows belong, "
+            "but no transaction is open. Nothing was published. Put the publish call into `with "
             "transaction.atomic():`."
         )
     if immunity_seconds is not None:

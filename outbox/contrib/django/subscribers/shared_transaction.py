@@ -91,7 +91,9 @@ class Traces:
     def why_never(self) -> str:
         """Return why the handler must commit alone from now on; '' if it need not."""
         if self._found.has_key_locks:
-            return "it publishes to a FIFO topic or with unique=, and would lock the key until the common COMMIT"
+            return (
+                "it publishes to a FIFO topic or with an option that locks, and holds the lock until the common COMMIT"
+            )
         if self._written_elsewhere() != self._elsewhere:
             return "it writes to another database, and these writes do not wait for the common COMMIT"
         return ""

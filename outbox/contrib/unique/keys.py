@@ -11,14 +11,24 @@ but it locks rows that it does not change, so all duplicates of a key would wait
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, read_uuid, stored_uuid
 from outbox.errors import NotSupported, SendFailed
-from outbox.message import UniqueMessage
+
+
+class KeyRequest(NamedTuple):
+    """A message that is to hold the key `unique` of its topic for the time `within`."""
+
+    topic: str
+    unique: str
+    within: timedelta
+    message_id: UUID
+
 
 # A topic and a unique key.
 _Key = tuple[str, str]
@@ -68,7 +78,7 @@ RETURNING held.message_id
 """
 
 
-def reserve(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+def reserve(connection: BaseDatabaseWrapper, messages: Sequence[KeyRequest]) -> dict[UUID, UUID]:
     """Take the keys of these messages for the open transaction, and return the duplicates.
 
     For each message whose key another message holds, the result has the id of the other message. If several of the
@@ -78,7 +88,7 @@ def reserve(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) 
     Raises SendFailed if other transactions change the keys too often. Raises NotSupported if the database is not
     PostgreSQL, SQLite or MariaDB. Raises the errors of the database.
     """
-    first: dict[_Key, UniqueMessage] = {}
+    first: dict[_Key, KeyRequest] = {}
     for item in messages:
         first.setdefault((item.topic, item.unique), item)
     wanted = {key: first[key] for key in sorted(first)}
@@ -90,7 +100,7 @@ def reserve(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) 
         held = _take_mariadb(connection, wanted)
     else:
         raise NotSupported(
-            f"unique={messages[0].unique!r} for topic {messages[0].topic!r}: the database {connection.alias!r} is "
+            f"Unique({messages[0].unique!r}) for topic {messages[0].topic!r}: the database {connection.alias!r} is "
             f"{connection.display_name}, and unique keys need PostgreSQL, SQLite or MariaDB. Nothing was published."
         )
     holders = {key: held.get(key, item.message_id) for key, item in wanted.items()}
@@ -98,7 +108,7 @@ def reserve(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) 
     return {message_id: holder for message_id, holder in duplicates.items() if message_id != holder}
 
 
-def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueMessage]) -> dict[_Key, UUID]:
+def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, KeyRequest]) -> dict[_Key, UUID]:
     """Take the keys and return the holders of the keys that other messages hold."""
     held: dict[_Key, UUID] = {}
     left = dict(wanted)
@@ -124,16 +134,16 @@ def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, Uniq
 
 def _too_often(topic: str, unique: str) -> SendFailed:
     return SendFailed(
-        f"unique={unique!r} for topic {topic!r}: other transactions took and freed the key {_MAX_ROUNDS} times during "
+        f"Unique({unique!r}) for topic {topic!r}: other transactions took and freed the key {_MAX_ROUNDS} times during "
         "this call. Nothing was published. Run the whole operation again, in a new transaction."
     )
 
 
-def _without(messages: Mapping[_Key, UniqueMessage], taken: Collection[UUID]) -> dict[_Key, UniqueMessage]:
+def _without(messages: Mapping[_Key, KeyRequest], taken: Collection[UUID]) -> dict[_Key, KeyRequest]:
     return {key: item for key, item in messages.items() if item.message_id not in taken}
 
 
-def _write_keys(connection: BaseDatabaseWrapper, statement: str, wanted: Mapping[_Key, UniqueMessage]) -> set[UUID]:
+def _write_keys(connection: BaseDatabaseWrapper, statement: str, wanted: Mapping[_Key, KeyRequest]) -> set[UUID]:
     """Execute an INSERT or UPDATE for these keys. Returns the messages that hold their keys now."""
     ids = [item.message_id for item in wanted.values()]
     seconds = [item.within.total_seconds() for item in wanted.values()]
@@ -167,7 +177,7 @@ WHERE outbox_unique.until <= {SQLITE_NOW}
 _HOLDER_SQLITE: Final = "SELECT message_id FROM outbox_unique WHERE topic = %s AND unique_key = %s"
 
 
-def _take_sqlite(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueMessage]) -> dict[_Key, UUID]:
+def _take_sqlite(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, KeyRequest]) -> dict[_Key, UUID]:
     held: dict[_Key, UUID] = {}
     with connection.cursor() as cursor:
         for key, item in wanted.items():
@@ -196,7 +206,7 @@ WHERE topic = %s AND unique_key = %s AND until <= UTC_TIMESTAMP(6)
 """
 
 
-def _take_mariadb(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueMessage]) -> dict[_Key, UUID]:
+def _take_mariadb(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, KeyRequest]) -> dict[_Key, UUID]:
     """Take the keys one after the other, and return the holders of the keys that other messages hold."""
     held: dict[_Key, UUID] = {}
     for key, item in wanted.items():
@@ -206,7 +216,7 @@ def _take_mariadb(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueM
     return held
 
 
-def _take_one_mariadb(connection: BaseDatabaseWrapper, key: _Key, item: UniqueMessage) -> UUID:
+def _take_one_mariadb(connection: BaseDatabaseWrapper, key: _Key, item: KeyRequest) -> UUID:
     """Take a key if it is free or its time is over. Return the message that holds the key now.
 
     The INSERT waits for a transaction that has inserted the same key and is still open. The first read takes no lock,
