@@ -39,6 +39,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
+    "outbox.contrib.reconciliation",
     "sample_project.catalogue",
     "sample_project.orders",
     "sample_project.logistics",

@@ -34,7 +34,7 @@ WITH_WORDS = [*SETTINGS, TopicOptions]
 # They take the whole environment, or a part of it under another name; the variables that they then look up.
 WHOLE = {
     "outbox/broker/supervisor.py": set(),
-    "outbox/contrib/django/management/commands/outbox_reconcile.py": set(),
+    "outbox/contrib/reconciliation/management/commands/outbox_reconcile.py": set(),
     "outbox/contrib/django/worker/probes.py": {"OUTBOX_HEARTBEAT"},
     "spark/rules/file.py": {"RECONCILE_…"},
     "spark/session.py": {"JAVA_HOME", "PATH", "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS"},

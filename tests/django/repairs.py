@@ -11,8 +11,9 @@ from typing import Any
 
 from django.core.management import call_command
 
-from outbox.contrib.django.models import Finding, OperatorAction, SavedReconciliation
-from outbox.contrib.django.operations.findings import replace
+from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.reconciliation.findings import replace
+from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 
 AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
 ORDERS: dict[str, Any] = {

@@ -34,9 +34,10 @@ from outbox.contrib.django.catalogue import ACTIONS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SavedReconciliation
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SubjectKey
 from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.reconciliation.models import SavedReconciliation
 from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world

@@ -31,14 +31,12 @@ from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import (
     DeadLetterNote,
     ErasureEntry,
-    Finding,
     ForwardEndpoint,
     InboxEntry,
     OperatorAction,
     PastCondition,
     RaisedCondition,
     RelayEntry,
-    SavedReconciliation,
     StepEntry,
     SubjectKey,
 )
@@ -47,8 +45,7 @@ from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject, envelope
-from outbox.contrib.encryption.keys import create_key_table, subject_keys
-from outbox.contrib.encryption.models import SubjectKey
+from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.unique import Unique

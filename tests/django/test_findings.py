@@ -9,8 +9,8 @@ import pytest
 from django.db import DatabaseError
 
 from outbox.broker.operations.conditions import Severity
-from outbox.contrib.django.models import Finding, SavedReconciliation
-from outbox.contrib.django.operations.findings import CONDITIONS, replace
+from outbox.contrib.reconciliation.findings import CONDITIONS, replace
+from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 
 pytestmark = pytest.mark.usefixtures("application")
 

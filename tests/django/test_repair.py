@@ -16,9 +16,9 @@ from outbox import Delivery, event
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.repair.steps import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.reconciliation.steps import derived_id
 from outbox.errors import PermanentError
 from outbox.utils import faults
 from tests.django import repair_publisher

@@ -9,7 +9,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.repair.apply import RateLimiter
+from outbox.contrib.reconciliation.apply import RateLimiter
 from tests.django.conftest import point_alias
 from tests.django.repairs import Repair, finding, lost
 from tests.django.shop.models import Order

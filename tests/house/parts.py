@@ -135,13 +135,19 @@ PARTS: Final = (
     ),
     Part(
         "reconciliation",
-        r"repair|reconcil|\bfindings?\b",
-        (
-            f"{_DJANGO}/repair/",
-            f"{_DJANGO}/operations/findings.py",
-            f"{_DJANGO}/management/commands/outbox_finding.py",
-            f"{_DJANGO}/management/commands/outbox_reconcile.py",
-            f"{_DJANGO}/management/commands/outbox_repair.py",
+        r"contrib\.reconciliation|outbox_(?:reconcil|repair|finding)|repair[._]|\bfinding\b|savedreconciliation",
+        ("contrib/reconciliation/",),
+        tests=(
+            "django/console/test_finding.py",
+            "django/repair_publisher.py",
+            "django/repairs.py",
+            "django/test_findings.py",
+            "django/test_repair.py",
+            "django/test_repair_runs.py",
+            "django/test_repair_values.py",
+            "spark/admin_project.py",
+            "spark/test_command.py",
+            "spark/test_plan.py",
         ),
     ),
     Part(

@@ -59,7 +59,7 @@ def main(name: str, host: str, user: str, output: str) -> None:
     from django.test import Client
 
     from outbox.contrib.django.management.commands.outbox_reconcile import Command
-    from outbox.contrib.django.models import Finding
+    from outbox.contrib.reconciliation.models import Finding
 
     urlpatterns.append(path("admin/", admin.site.urls))
     call_command("migrate", verbosity=0)

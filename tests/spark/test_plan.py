@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outbox.contrib.django.repair import plan as applied
+from outbox.contrib.reconciliation import plan as applied
 from spark.cli import main
 from spark.comparison.classify import FAULTS
 from spark.output import plan

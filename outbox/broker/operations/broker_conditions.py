@@ -240,7 +240,7 @@ def check_back_late(state: BrokerState) -> Iterable[Judged]:
 @CONDITIONS.declare(
     meaning="The last audit found lost or duplicated messages, because an equation of the audit does not hold.",
     next_step="Run `outbox_audit` again to confirm the result. To examine the newest messages, use `outbox_message "
-    "show`. To examine all messages, use `outbox_reconcile`.",
+    "show`. To examine all messages, use `outbox-reconcile run`.",
     concern=Concern.LOSS,
 )
 def not_conserved(state: BrokerState) -> Iterator[Judged]:
@@ -374,8 +374,8 @@ def checker_disagrees(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Retention removed messages that a group had not consumed.",
-    next_step="Find out why the group did not consume the removed messages. `outbox_reconcile` lists the messages that "
-    "the group missed. Then run `outbox_audit settle --condition expired`.",
+    next_step="Find out why the group did not consume the removed messages. `outbox-reconcile run` lists the messages "
+    "that the group missed. Then run `outbox_audit settle --condition expired`.",
     concern=Concern.LOSS,
     subject=("subject",),
 )
@@ -444,7 +444,7 @@ def lost_messages(state: BrokerState) -> Counted:
     meaning="The broker delivered messages of transactions that the application's database does not contain. The "
     "application's database was restored.",
     next_step="If there is a newer copy of the database, restore this copy. If there is no newer copy, "
-    "`outbox_reconcile` lists the messages without a row. Finally, run `outbox_audit settle`.",
+    "`outbox-reconcile run` lists the messages without a row. Finally, run `outbox_audit settle`.",
     concern=Concern.LOSS,
     subject=("database",),
 )

@@ -1,4 +1,4 @@
-"""Read-only admin pages of the ledger, the reconciliation findings and the audit of operator actions.
+"""Read-only admin pages of the ledger and the audit of operator actions.
 
 The inbox has no admin page, because the admin cannot show tables with composite keys.
 """
@@ -12,15 +12,14 @@ from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 
-from outbox.contrib.django.models import Finding, LedgerEntry, LedgerIdentity, OperatorAction
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity, OperatorAction
 
 if TYPE_CHECKING:
     _Entries = admin.ModelAdmin[LedgerEntry]
     _Identities = admin.ModelAdmin[LedgerIdentity]
-    _Findings = admin.ModelAdmin[Finding]
     _Actions = admin.ModelAdmin[OperatorAction]
 else:
-    _Entries = _Identities = _Findings = _Actions = admin.ModelAdmin
+    _Entries = _Identities = _Actions = admin.ModelAdmin
 
 
 class ReadOnly:
@@ -58,30 +57,6 @@ class LedgerIdentityAdmin(ReadOnly, _Identities):
     """The admin page with the id of this database's ledger."""
 
     list_display = ("ledger_id", "pruned_before")
-
-
-@admin.register(Finding)
-class FindingAdmin(ReadOnly, _Findings):
-    """The admin page of the last reconciliation's findings.
-
-    When the data of a finding has been corrected, the next run removes the finding.
-    """
-
-    list_display = ("finding_class", "rule", "group", "key", "detail", "at")
-    list_filter = ("finding_class", "severity", "rule", "group", "output")
-    search_fields = ("key", "message_id", "transaction_id")
-    ordering = ("rule", "finding_class", "group", "key")
-    readonly_fields = ("trace", "operations_page")
-
-    @admin.display(description="trace by")
-    def trace(self, finding: Finding) -> str:
-        """The command that shows the message's history."""
-        return f"python manage.py outbox_message show {finding.message_id}" if finding.message_id else ""
-
-    @admin.display(description="operations page")
-    def operations_page(self, finding: Finding) -> str:
-        """A link to the message on the operations page, if the project has mounted the page."""
-        return link("message", finding.message_id, finding.message_id)
 
 
 @admin.register(OperatorAction)

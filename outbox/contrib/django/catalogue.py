@@ -28,13 +28,12 @@ from outbox.contrib.django.actions import (
 )
 from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.actions.listing import Listing
-from outbox.contrib.django.repair import actions as repair
 from outbox.contrib.django.settings.conf import EngineName, get_settings
 from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, schedules, endpoints, receiving, relay, rocketmq, erasing, repair)
+_PARTS: Final = (limits, schedules, endpoints, receiving, relay, rocketmq, erasing)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

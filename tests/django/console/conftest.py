@@ -19,7 +19,8 @@ from django.test.testcases import QuietWSGIRequestHandler
 
 from outbox.broker import embedded
 from outbox.contrib.django.database.aliases import alias_conninfo, one_connection
-from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World, new_world
 from tests.django.conftest import point_alias
 from tests.django.console.support import ALL, Site, client_of, make_user

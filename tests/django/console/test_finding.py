@@ -14,7 +14,7 @@ from outbox.broker.operations.listings import COUNTED
 from outbox.contrib.django import publish
 from outbox.contrib.django.console.rendering import PER_PAGE
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.models import Finding
+from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World
 from tests.django.support import sequence
 
@@ -117,7 +117,7 @@ def test_many_crashing_handlers_hide_no_hanging_one(world: World, operator: Clie
 
 
 def test_findings_that_were_cut_say_so(world: World, operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.contrib.django.repair.actions.MAX_SAVED", 2)
+    monkeypatch.setattr("outbox.contrib.reconciliation.actions.MAX_SAVED", 2)
     given = {"output": "results", "run": "r", "rule": "orders", "severity": "critical", "finding_class": "LATE"}
     Finding.objects.create(**given, key="7")
     assert "only the first" not in operator.get("/outbox/findings/").content.decode()

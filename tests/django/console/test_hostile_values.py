@@ -27,8 +27,9 @@ from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console import asking, tabs, urls
 from outbox.contrib.django.console.views import events
 from outbox.contrib.django.database.aliases import one_connection
-from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
+from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.console.support import bury, client_of, make_user, retried, working

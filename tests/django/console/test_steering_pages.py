@@ -9,7 +9,8 @@ from django.test import Client
 
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
-from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.reconciliation.models import Finding
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World

@@ -7,7 +7,6 @@ alias. If a process dies in between, the next worker that starts repeats the era
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections import Counter
@@ -31,13 +30,11 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
     DeadLetterNote,
     ErasureEntry,
-    Finding,
     ForwardEndpoint,
     OperatorAction,
     PastCondition,
     RaisedCondition,
     RelayEntry,
-    SavedReconciliation,
     StepEntry,
 )
 from outbox.contrib.django.operations import erasure_list
@@ -225,24 +222,6 @@ def _steps(rows: Rows, scope: Scope) -> int:
     return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
 
 
-def _findings(rows: Rows, scope: Scope) -> int:
-    ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
-    names = ("detail", "row", "body")
-
-    def is_about(row: Any) -> bool:
-        linked = row.message_id in ids or row.transaction_id in ids or (scope.key is not None and row.key == scope.key)
-        texts = " ".join([*(getattr(row, name) for name in (*names, "key")), json.dumps(row.step, ensure_ascii=False)])
-        done = row.step is None and all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
-        return (linked and not (done and (scope.replacement is None or row.key != scope.key))) or scope.mentions(texts)
-
-    def erased(row: Any) -> dict[str, str | None]:
-        key = scope.replacement if scope.replacement and row.key == scope.key else scope.cleaned(row.key)
-        # The step of the repair plan quotes the message.
-        return {"key": key, "step": None} | {name: ERASED_TEXT for name in names if getattr(row, name)}
-
-    return saved(rows, is_about, erased)
-
-
 def _endpoints(rows: Rows, scope: Scope) -> int:
     """Erase the last errors of the endpoints to which the topic is forwarded: such an error does not name a message."""
     groups = {name for name, one in get_settings().forward.items() if scope.topic in one.topics}
@@ -294,14 +273,6 @@ def _relayed(rows: Rows, scope: Scope) -> int:
     )
 
 
-def _reconciliations(rows: Rows, scope: Scope) -> int:
-    return saved(
-        rows,
-        lambda row: scope.cleaned([row.causes, row.plan]) != [row.causes, row.plan],
-        lambda row: {"causes": scope.cleaned(row.causes), "plan": scope.cleaned(row.plan)},
-    )
-
-
 def _audit(rows: Rows, scope: Scope) -> int:
     names = ("why", "subject", "effect", "before", "after")
 
@@ -314,13 +285,11 @@ def _audit(rows: Rows, scope: Scope) -> int:
 # outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
-    Finding: _findings,
     ForwardEndpoint: _endpoints,
     RaisedCondition: _conditions,
     PastCondition: _conditions,
     DeadLetterNote: _dead_letter_notes,
     RelayEntry: _relayed,
-    SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }
 
@@ -463,7 +432,7 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         texts = sorted(keys.get(topic, ()))
         scope = Scope(topic=topic, message_ids=ids, transaction_ids=(), key=None, replacement=None, texts=texts)
         rows.update(_erase_on(alias, scope, erasures))
-        if not (wanted and router.allow_migrate_model(alias, Finding)):
+        if not wanted:
             continue
         relayed = RelayEntry._base_manager.using(alias).filter(topic=topic)
         for key in set(relayed.values_list("key", flat=True)):
@@ -472,12 +441,18 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
                     topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
                 )  # fmt: skip
                 rows[f"{alias}.outbox_relay"] += _relayed(relayed, of_key)
-        for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
-            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                of_key = Scope(
-                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
-                )  # fmt: skip
-                rows[f"{alias}.outbox_finding"] += _findings(Finding._base_manager.using(alias), of_key)
+        for model, erase_in in _of_parts():
+            names = {field.name for field in model._meta.fields}
+            if "key" not in names or not router.allow_migrate_model(alias, model):
+                continue
+            keyed = model._base_manager.using(alias)
+            stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
+            for key in set(stored.values_list("key", flat=True)):
+                if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
+                    of_key = Scope(
+                        topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
+                    )  # fmt: skip
+                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
     return rows
 
 

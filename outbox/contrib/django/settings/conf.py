@@ -39,7 +39,6 @@ from outbox.contrib.django.settings.definition import (
     any_text,
     definitions,
     dotted_path,
-    dotted_paths,
     entries,
     field_names,
     flag,
@@ -556,14 +555,6 @@ class OutboxSettings:
         word="threshold",
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
-    )
-    repair_publishers: Mapping[str, str] = setting(
-        {},
-        dotted_paths,
-        bundled_only=True,
-        word="publisher",
-        meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
-        "again ([repair](reconciliation/findings.md#repair))",
     )
     metrics: bool = setting(
         False,

@@ -367,7 +367,7 @@ def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
 
 def _dotted_paths(where: str, value: Any) -> Mapping[str, str]:
     if not isinstance(value, Mapping):
-        raise wrong(where, value, "a dictionary {name: dotted path}, like {'paid orders': 'shop.repair.paid'}")
+        raise wrong(where, value, "a dictionary {name: dotted path}, like {'paid orders': 'shop.messages.paid'}")
     return {str(name): _text(f"{where}[{name!r}]", path) for name, path in value.items()}
 
 

@@ -17,8 +17,8 @@ from django.db import DatabaseError
 from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.findings import MAX_SAVED, replace
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.reconciliation.findings import MAX_SAVED, replace
 from outbox.errors import ConfigurationError
 
 # The possible names of the reconciliation's package: the first is the name of the installed package, the second is the

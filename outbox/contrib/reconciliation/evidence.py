@@ -20,7 +20,7 @@ from psycopg import sql
 from psycopg.types.json import JsonbLoader
 
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
+from outbox.contrib.reconciliation.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 from outbox.message import Message
 

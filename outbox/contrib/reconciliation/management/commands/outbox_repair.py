@@ -14,10 +14,11 @@ from django.db import Error
 
 from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.repair.apply import ApplyLimits, apply
-from outbox.contrib.django.repair.plan import RepairPlan, read
-from outbox.contrib.django.repair.steps import Publisher, PublishSources, StepOutcome, sources_of
-from outbox.contrib.django.settings.conf import get_settings, imported
+from outbox.contrib.django.settings.conf import imported, settings_of
+from outbox.contrib.reconciliation.apply import ApplyLimits, apply
+from outbox.contrib.reconciliation.plan import RepairPlan, read
+from outbox.contrib.reconciliation.settings import ReconciliationSettings
+from outbox.contrib.reconciliation.steps import Publisher, PublishSources, StepOutcome, sources_of
 from outbox.errors import BrokerError, ConfigurationError, UsageError
 
 _OPEN, _USAGE, _INCOMPLETE = 1, 2, 3
@@ -95,7 +96,7 @@ class Command(OutboxCommand):
 
 
 def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
-    paths = {**get_settings().repair_publishers, **dict(map(_pair, options["publisher"]))}
+    paths = {**settings_of(ReconciliationSettings).repair_publishers, **dict(map(_pair, options["publisher"]))}
     publishers = {rule: _publisher(rule, path) for rule, path in paths.items()}
     given = dict(map(_pair, options["database"]))
     return sources_of(plan.steps, plan.sources, given, publishers, how="pass --database {name}=ALIAS.")

@@ -15,8 +15,8 @@ from django.db import models, router, transaction
 
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
 from outbox.broker.operations.state import BrokerState
-from outbox.contrib.django.models import Finding, SavedReconciliation
 from outbox.contrib.django.settings.conf import for_column
+from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.utils.safe_text import storable
 
 CONDITIONS: Final = Declarations[BrokerState]()

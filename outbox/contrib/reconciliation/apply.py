@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outbox.contrib.django.actions.audit import recorded_command
-from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
-from outbox.contrib.django.repair.steps import PublishSources, Result, StepOutcome, planned, run_step
+from outbox.contrib.reconciliation.plan import RepairAction, RepairPlan, RepairStep
+from outbox.contrib.reconciliation.steps import PublishSources, Result, StepOutcome, planned, run_step
 from outbox.errors import UsageError
 from outbox.utils.faults import point
 

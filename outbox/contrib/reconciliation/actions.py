@@ -10,11 +10,12 @@ from django.db.models import Count
 
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.models import Finding, SavedReconciliation
-from outbox.contrib.django.operations.findings import MAX_SAVED
-from outbox.contrib.django.repair.plan import RepairAction, RepairStep, source_of, step_of
-from outbox.contrib.django.repair.steps import PublishSources, planned, run_step, sources_of
-from outbox.contrib.django.settings.conf import get_settings, imported
+from outbox.contrib.django.settings.conf import imported, settings_of
+from outbox.contrib.reconciliation.findings import MAX_SAVED
+from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
+from outbox.contrib.reconciliation.plan import RepairAction, RepairStep, source_of, step_of
+from outbox.contrib.reconciliation.settings import ReconciliationSettings
+from outbox.contrib.reconciliation.steps import PublishSources, planned, run_step, sources_of
 from outbox.errors import UsageError
 
 
@@ -44,7 +45,7 @@ def _step(finding: Finding) -> tuple[RepairStep, PublishSources]:
         )
     sources = {name: source_of(item) for name, item in saved.plan["rules"].items()}
     step = step_of(finding.step, sources)
-    paths = get_settings().repair_publishers if step.action is RepairAction.PUBLISH else {}
+    paths = settings_of(ReconciliationSettings).repair_publishers if step.action is RepairAction.PUBLISH else {}
     publishers = {rule: imported(f"OUTBOX['REPAIR_PUBLISHERS'][{rule!r}]", path) for rule, path in paths.items()}
     how = "run `outbox_reconcile --save --database {name}=ALIAS`, which also records the alias for repairs."
     return step, sources_of([step], sources, saved.plan["databases"], publishers, how=how)

@@ -25,9 +25,9 @@ from outbox.contrib.django.actions.messages import replay_dead_letters
 from outbox.contrib.django.actions.transactions import decide
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.publish import lock_keys
-from outbox.contrib.django.repair import evidence
-from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.reconciliation import evidence
+from outbox.contrib.reconciliation.plan import RepairAction, RepairStep, RuleSource
 from outbox.errors import OutboxError, UsageError
 from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, events
 from outbox.message import Message
