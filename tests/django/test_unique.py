@@ -12,8 +12,8 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from django.core.checks import run_checks
 from django.db import OperationalError, connections, transaction
-from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery, Message, SendReceipt, hooks
@@ -35,7 +35,6 @@ from outbox.contrib.django.models import ErasureEntry, LedgerEntry
 from outbox.contrib.django.operations.erasing import ErasureRequest, erase
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
-from outbox.contrib.django.testing import OutboxTestMixin
 from outbox.contrib.unique import Unique, keys
 from outbox.contrib.unique.models import UniqueKey
 from outbox.contrib.unique.option import MAX_WITHIN
@@ -623,24 +622,7 @@ def test_on_sqlite() -> None:
     assert [item.duplicate_of for item in receipts] == [None, None, receipts[1].message_id, first.message_id]
 
 
-# -- the in-memory broker, and erasures -------------------------------------------------------------
-
-
-class TestInMemory(OutboxTestMixin, TestCase):
-    """Each `TestCase` begins without keys."""
-
-    def test_a_unique_key_is_held_until_the_rollback(self) -> None:
-        with rolled_back():
-            publish("orders", {}, Unique("7", within=60), key="dropped")
-        with transaction.atomic():
-            first = publish("orders", {}, Unique("7", within=60), key="first")
-        with transaction.atomic():
-            second = publish("orders", {}, Unique("7", within=60), key="second")
-        assert (first.duplicate_of, second.duplicate_of) == (None, first.message_id)
-        assert [item.key for item in self.outbox.messages("orders")] == ["first"]
-
-    def test_the_unique_key_of_another_test_is_free(self) -> None:
-        self.test_a_unique_key_is_held_until_the_rollback()
+# -- erasures ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alias", ["default", "lite"])
@@ -726,6 +708,13 @@ def test_a_missing_table_is_named() -> None:
     with pytest.raises(ConfigurationError, match="migrate --database=default"):
         once_without_the_table()
     assert holders() == {}
+    with connections["other"].cursor() as cursor:
+        cursor.execute("ALTER TABLE outbox_unique RENAME TO outbox_elsewhere")
+        try:
+            [said] = [one.msg for one in run_checks(databases=["other"]) if one.id == "outbox.W021"]
+        finally:
+            cursor.execute("ALTER TABLE outbox_elsewhere RENAME TO outbox_unique")
+    assert said.startswith("outbox_unique are missing in 'other'")
 
 
 def test_a_producer_without_a_database_refuses_unique_messages() -> None:

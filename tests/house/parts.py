@@ -202,7 +202,13 @@ PARTS: Final = (
         "unique",
         r"unique_?key|outbox_unique|uniquemessage|contrib\.unique|\bunique\(",
         ("contrib/unique/",),
-        tests=("django/test_unique.py", "django/test_unique_crash.py", "mistakes/", "oracle/"),
+        tests=(
+            "django/test_unique.py",
+            "django/test_unique_crash.py",
+            "django/test_unique_in_memory.py",
+            "mistakes/",
+            "oracle/",
+        ),
     ),
 )
 
