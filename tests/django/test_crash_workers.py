@@ -52,8 +52,6 @@ RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("ren
 CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
 # test_inbox_partitions.py kills there.
 PARTITION_STEPS: Final = [point for point in faults.POINTS if point.startswith("partition.")]
-# test_repair.py kills there.
-REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
 # Of tests/rocketmq/test_relay.py.
 RELAY_STEPS: Final = [point for point in faults.POINTS if point.startswith("relay.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -65,7 +63,7 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *SCHEDULE_STEPS, *RELAY_STEPS]
+    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *SCHEDULE_STEPS, *RELAY_STEPS]
     elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 

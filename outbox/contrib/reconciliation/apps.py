@@ -8,6 +8,7 @@ from outbox import hooks
 from outbox.contrib.reconciliation.settings import ReconciliationSettings
 
 hooks.add_settings(ReconciliationSettings)
+hooks.add_fault_points("repair.after_intent", "repair.after_effect", "repair.after_outcome")
 
 
 class OutboxReconciliationConfig(AppConfig):
