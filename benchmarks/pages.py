@@ -75,7 +75,12 @@ def _client(url: str) -> Client:
         USE_TZ=True,
         ALLOWED_HOSTS=["testserver"],
         ROOT_URLCONF="benchmarks.pages_urls",
-        INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox.contrib.django"],
+        INSTALLED_APPS=[
+            "django.contrib.contenttypes",
+            "django.contrib.auth",
+            "outbox.contrib.django",
+            "outbox.contrib.console",
+        ],
         DATABASES={
             "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
             "broker": database_from_url(url),

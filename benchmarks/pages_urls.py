@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from django.urls import include, path
 
-urlpatterns = [path("outbox/", include("outbox.contrib.django.urls"))]
+urlpatterns = [path("outbox/", include("outbox.contrib.console.urls"))]

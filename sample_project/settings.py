@@ -39,7 +39,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
-    "outbox.contrib.reconciliation",
+    "outbox.contrib.console",
     "sample_project.catalogue",
     "sample_project.orders",
     "sample_project.logistics",

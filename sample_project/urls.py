@@ -6,5 +6,6 @@ from django.urls import include, path
 
 urlpatterns = [
     path("", include("sample_project.storefront.urls")),
+    path("operations/", include("outbox.contrib.console.urls")),
     path("operations/", include("outbox.contrib.django.urls")),
 ]

@@ -11,19 +11,19 @@ import outbox.contrib
 
 def part_apps(*only: str) -> list[str]:
     """Return the apps of the parts in the folder outbox/contrib, or of those named that are there."""
+    return [f"outbox.contrib.{name}" for name in _with("apps") if not only or name in only]
+
+
+def has(part: str) -> bool:
+    """Return whether this tree has a part: a test that uses one in passing works without it."""
+    return bool(part_apps(part))
+
+
+def part_urls() -> list[str]:
+    """Return the modules with the addresses of the parts in the folder outbox/contrib."""
+    return [f"outbox.contrib.{name}.urls" for name in _with("urls")]
+
+
+def _with(module: str) -> list[str]:
     [folder] = map(Path, outbox.contrib.__path__)
-    there = [path.parent.name for path in sorted(folder.glob("*/apps.py")) if path.parent.name != "django"]
-    return [f"outbox.contrib.{name}" for name in there if not only or name in only]
-
-
-def command_files() -> list[Path]:
-    """Return the file of each command of the core and of the parts."""
-    [folder] = map(Path, outbox.contrib.__path__)
-    return sorted(folder.glob("*/management/commands/outbox_*.py"), key=lambda path: path.stem)
-
-
-def app_of(command: str) -> str:
-    """Return the app that has a command, for `load_command_class`. Settings must be configured."""
-    app = get_commands()[command]
-    assert isinstance(app, str)
-    return app
+    return [path.parent.name for path in sorted(folder.glob(f"*/{module}.py")) if path.parent.name != "django"]

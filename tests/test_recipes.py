@@ -169,10 +169,11 @@ def test_every_action_has_its_case_and_its_button() -> None:
     assert len(declared) >= 15
     cases = (ROOT / "tests" / "django" / "test_actions.py").read_text(encoding="utf-8")
     assert sorted(re.findall(r'^@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
-    folder = django / "templates" / "outbox" / "console"
+    console = ROOT / "outbox" / "contrib" / "console"
+    folder = console / "templates" / "outbox" / "console"
     pages = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.html"))
     buttons = set(re.findall(r"(?:% act |% action_form )[\"\']?(\w+)", pages))
-    for path in (*sources, *(django / "console" / "views").glob("*.py")):
+    for path in (*sources, *(console / "views").glob("*.py")):
         buttons |= set(re.findall(r"\bButton\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
     offered = {name for name, given in declared.items() if given.get("permission") != "None"}
     # The page's button for it is `decide`, with the decision rollback.

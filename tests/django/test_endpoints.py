@@ -24,7 +24,7 @@ from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged
 from outbox.errors import ServiceUnavailable
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
-from tests.django.console.support import ALL, client_of, make_user
+from tests.django.operators import ALL, client_of, make_user
 from tests.django.processes import process
 from tests.django.support import sequence
 from tests.sinks.receiver import SECRET, Answer, Request, serving

@@ -55,7 +55,7 @@ from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, Undeco
 from outbox.message import Delivery
 from spark.cli import parser
 from tests.django.broker_world import World, new_world
-from tests.django.console.support import ALL, bury, client_of, make_user
+from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.shop.models import Order
 from tests.django.support import sequence
 from tests.restores import dump, reload_rows

@@ -37,7 +37,7 @@ from outbox.utils import heartbeat
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
-from tests.django.console.support import client_of, make_user
+from tests.django.operators import client_of, make_user
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 

@@ -55,8 +55,8 @@ from outbox.errors import (
 )
 from outbox.message import Delivery, Message
 from tests.django.broker_world import World, new_world
-from tests.django.console.support import ALL, bury, client_of, make_user
 from tests.django.large_storage import LATER, large_bodies, objects, referred, remove_a_year_later
+from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.state import rolled_back
 from tests.django.support import end_messages_lost, sequence
 

@@ -15,7 +15,7 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World, new_world
-from tests.django.console.support import bury
+from tests.django.operators import bury
 from tests.django.support import sequence
 from tests.django.test_actions import CASES
 from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands

@@ -20,9 +20,10 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
-from tests.django.console.support import ALL, client_of, make_user
+from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
+from tests.part_apps import has
 
 pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
 
@@ -124,6 +125,7 @@ def test_a_message_that_the_group_has_not_passed_is_refused_and_a_discarded_one_
     assert counted("effects") == {"queued": 2, "handled": 1, "retrying": 0, "dead": 0, "discarded": 1}
 
 
+@pytest.mark.skipif(not has("console"), reason="a part that is not there")
 def test_the_page_of_a_message_offers_it_for_the_groups_that_have_passed_it() -> None:
     subscribe("effects")
     one = publish("orders", {}, key="1", at_once=True).message_id

@@ -8,6 +8,7 @@ from django.urls import include, path
 
 from outbox.contrib.django import publish, transactional_message
 from tests.django.shop.models import Order
+from tests.part_apps import part_urls
 
 
 class Refused(Exception):
@@ -43,7 +44,7 @@ async def create_async(request: HttpRequest, number: str) -> HttpResponse:
 
 
 urlpatterns = [
-    path("outbox/", include("outbox.contrib.django.urls")),
+    *(path("outbox/", include(urls)) for urls in ("outbox.contrib.django.urls", *part_urls())),
     path("create/<number>", create),
     path("decorated/<number>", create_decorated),
     path("async/<number>", create_async),

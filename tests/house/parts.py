@@ -33,14 +33,9 @@ _DJANGO: Final = "contrib/django"
 PARTS: Final = (
     Part(
         "console",
-        r"\bconsole\b",
-        (
-            f"{_DJANGO}/console/",
-            f"{_DJANGO}/templates/",
-            f"{_DJANGO}/templatetags/",
-            f"{_DJANGO}/static/",
-            f"{_DJANGO}/admin.py",
-        ),
+        r"contrib[./]console\b|outbox[_/]console",
+        ("contrib/console/",),
+        tests=("django/console/",),
     ),
     Part("crash kit", r"\bcrash_?kit|\bcrashes\b(?= import)|django\.crashes", (f"{_DJANGO}/crashes/",)),
     Part(
@@ -71,7 +66,7 @@ PARTS: Final = (
             f"{_DJANGO}/publishing/events.py",
             f"{_DJANGO}/operations/contracts.py",
             f"{_DJANGO}/operations/event_catalogue.py",
-            f"{_DJANGO}/console/views/events.py",
+            "contrib/console/views/events.py",
             f"{_DJANGO}/management/commands/outbox_contract.py",
         ),
     ),

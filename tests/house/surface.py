@@ -21,9 +21,10 @@ from django.core.management.base import DjangoHelpFormatter
 import outbox
 import outbox.contrib.django as django_side
 from outbox import errors
-from outbox.contrib.django import urls
+from outbox.contrib.console.urls import PAGES
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.settings.conf import TopicOptions
+from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
+from outbox.contrib.django.urls import urlpatterns
 from tests.house.parts import ROOT
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files
@@ -49,7 +50,7 @@ def surface() -> str:
         ],
         "commands": sorted(_commands()),
         "conditions": sorted(catalogue()),
-        "pages": sorted(str(one.pattern) for one in urls.urlpatterns),
+        "pages": sorted(str(one.pattern) for one in (*urlpatterns, *PAGES)),
         "tables of the broker": sorted(_tables()),
         "tables of an application": sorted(
             f"{model._meta.db_table}: {', '.join(map(_column, model._meta.local_fields))}"

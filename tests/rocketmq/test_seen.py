@@ -28,7 +28,7 @@ from outbox.rocketmq import inspection
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.topic import Topic
 from sample_project.rocketmq_server import PrivateRocketMQ
-from tests.django.console.support import ALL, client_of, make_user
+from tests.django.operators import ALL, client_of, make_user
 from tests.rocketmq.conftest import running_server, unique
 from tests.support import eventually
 

@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
 
+from django.conf import settings
+from django.core.handlers.exception import response_for_exception
 from django.db import Error as DatabaseError
+from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.utils.cache import add_never_cache_headers
 from django.views.decorators.http import require_safe
 
 from outbox.broker.operations.conditions import Severity
-from outbox.contrib.django.console.access import with_headers
-from outbox.contrib.django.console.asking import SECONDS
-from outbox.contrib.django.console.rendering import SEE, may
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
+
+# The permission that a user needs to see the state of the broker.
+SEE: Final = "outbox.view_operations"
+# The time limit for all database requests of one view together.
+SECONDS: Final = 5.0
 
 _REFUSED: Final = (
     f"This view needs a staff user with the permission {SEE}, or the header `Authorization: Bearer` with the token "
     "of OUTBOX['METRICS_TOKEN']."
 )
+_POLICY: Final = "default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+
+View = Callable[..., HttpResponse]
+
+
+def with_headers(view: View, sources: Callable[[], str] = lambda: "'self'") -> View:
+    """Wrap a view of outbox: each of its answers has the same headers and is not cached, an error's answer too.
+
+    The Content-Security-Policy allows only files of this site, or those of `sources`.
+
+    With ATOMIC_REQUESTS, Django would begin a transaction before the view, which then could not answer while the
+    database is away. A view that needs a transaction begins its own.
+    """
+
+    @wraps(view)
+    def headed(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        # A charset that the client names may have no text, or texts that cannot be encoded again.
+        request.encoding = "utf-8"
+        try:
+            response = view(request, *args, **kwargs)
+        except Exception as error:
+            if settings.DEBUG:
+                # The policy would hide the styles of Django's debug page.
+                raise
+            # Report the error, and answer it with the project's handler500, as Django does after the view.
+            response = response_for_exception(request, error)
+        # Keep a header that the response already has.
+        response.headers.setdefault("Content-Security-Policy", _POLICY.format(sources=sources()))
+        response.headers.setdefault("Referrer-Policy", "same-origin")
+        response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        add_never_cache_headers(response)
+        return response
+
+    for alias in connections:
+        transaction.non_atomic_requests(using=alias)(headed)
+    return headed
+
+
+def may(request: HttpRequest, permission: str) -> bool:
+    """Whether the current user has the permission."""
+    user = getattr(request, "user", None)
+    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
 
 
 @with_headers
@@ -42,7 +92,7 @@ def health(request: HttpRequest) -> HttpResponse:
 def status(request: HttpRequest) -> HttpResponse:
     """Answer with the verdict and the overview as JSON. The HTTP status is 503 if the verdict is critical, else 200.
 
-    The client needs the permission to see the operations page, or the token.
+    The client needs the permission to see the state of the broker, or the token.
     """
     if not _may_see(request):
         return JsonResponse({"error": _REFUSED}, status=403)

@@ -23,8 +23,9 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World, new_world
 from tests.django.conftest import point_alias
-from tests.django.console.support import ALL, Site, client_of, make_user
+from tests.django.console.support import Site
 from tests.django.console.web_process import WebProcess, web_process
+from tests.django.operators import ALL, client_of, make_user
 
 
 @pytest.fixture

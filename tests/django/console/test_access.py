@@ -14,17 +14,17 @@ from django.test import Client, RequestFactory
 from django.test.utils import override_settings
 from django.urls import reverse
 
+from outbox.contrib.console import urls
+from outbox.contrib.console.views import overview
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console import urls
-from outbox.contrib.django.console.views import overview
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import OperatorAction
 from tests.django.broker_world import NOWHERE, World
 from tests.django.conftest import point_alias
-from tests.django.console.support import ALL, client_of, make_user
+from tests.django.operators import ALL, client_of, make_user
 
 ARGUMENTS: dict[str, list[object]] = {"message": [uuid4()], "audit_entry": [1]}
-NAMES = [pattern.name for pattern in urls.urlpatterns if pattern.name is not None]
+NAMES = [pattern.name for pattern in urls.PAGES if pattern.name is not None]
 SEEN = [name for name in NAMES if not name.startswith("act_")]
 DONE = [name for name in NAMES if name.startswith("act_")]
 
@@ -36,7 +36,7 @@ def address(name: str) -> str:
 
 
 def test_every_action_has_its_address() -> None:
-    assert len(NAMES) == len(urls.urlpatterns)
+    assert len(NAMES) == len(urls.PAGES)
     assert sorted(DONE) == sorted(f"act_{name}" for name, action in ACTIONS.items() if action.permission)
     assert len(DONE) >= 10 and len(SEEN) >= 15
 
@@ -103,7 +103,7 @@ def test_the_policy_knows_where_static_files_are(operator: Client) -> None:
 
 
 def test_templates_have_no_script_and_no_style_of_their_own() -> None:
-    folder = Path(urls.__file__).parents[1] / "templates"
+    folder = Path(urls.__file__).parent / "templates"
     texts = {path.name: path.read_text() for path in folder.rglob("*.html")}
     assert len(texts) >= 18
     for name, text in texts.items():

@@ -9,12 +9,13 @@ import psycopg
 import pytest
 from django.test import Client
 
-from outbox.contrib.django.console import asking
+from outbox.contrib.console import asking
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.views import SECONDS
 from tests.django.broker_world import World
-from tests.django.console.support import bury
 from tests.django.console.test_settling import decision, lost_end
+from tests.django.operators import bury
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -108,7 +109,7 @@ def test_several_statements_have_one_deadline(
     dead: World, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Each statement is quicker than the deadline, all together are not; the server cancels the statement."""
-    monkeypatch.setattr("outbox.contrib.django.console.access.SECONDS", 0.8)
+    monkeypatch.setattr("outbox.contrib.console.access.SECONDS", 0.8)
     dead.sql("ALTER TABLE outbox.dead_letter RENAME TO slow_letter")
     dead.sql("CREATE VIEW outbox.dead_letter AS SELECT slow_letter.* FROM outbox.slow_letter,"
              " LATERAL (SELECT pg_sleep(0.5 + 0 * log_id)) AS late")  # fmt: skip
@@ -123,7 +124,7 @@ def busy(world: World) -> bool:
 
 
 def test_the_page_has_five_seconds() -> None:
-    assert asking.SECONDS == 5 and asking.ACTION_SECONDS == 20
+    assert SECONDS == 5 and asking.ACTION_SECONDS == 20
 
 
 def test_a_decision_is_made_after_the_lock_is_gone(world: World, operator: Client) -> None:

@@ -11,7 +11,7 @@ from django.core.management import call_command
 from django.test import Client
 
 from outbox.broker.groups.registration import register
-from outbox.contrib.django.console.cards import cards
+from outbox.contrib.console.cards import cards
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings

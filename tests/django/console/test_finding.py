@@ -11,8 +11,8 @@ from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.listings import COUNTED
+from outbox.contrib.console.rendering import PER_PAGE
 from outbox.contrib.django import publish
-from outbox.contrib.django.console.rendering import PER_PAGE
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World

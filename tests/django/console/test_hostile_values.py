@@ -22,18 +22,18 @@ from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Schedule, declare
+from outbox.contrib.console import asking, tabs, urls
+from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console import asking, tabs, urls
-from outbox.contrib.django.console.views import events
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
-from tests.django.console.support import bury, client_of, make_user, retried, working
 from tests.django.given_conditions import give
+from tests.django.operators import bury, client_of, make_user, retried, working
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -55,7 +55,7 @@ ZONES: Final = ("Europe/Berlin", "America/Chicago")
 HEADERS: Final = ("Content-Security-Policy", "Referrer-Policy", "X-Content-Type-Options", "Cache-Control")
 PAGES: Final = {
     one.name: reverse(f"outbox:{one.name}")
-    for one in urls.urlpatterns
+    for one in urls.PAGES
     if one.name and not one.name.startswith("act_") and "<" not in str(one.pattern)
 }
 
@@ -75,7 +75,7 @@ def parameters(name: str) -> list[str]:
     listed = [*urls.LISTED, events.EVENTS]
     if found := next((one for one in listed if one.name == name), None):
         return sorted({*(field.name for field in found.fields), "after", *(["state"] if found.states else [])})
-    view = next(one.callback for one in urls.urlpatterns if one.name == name)
+    view = next(one.callback for one in urls.PAGES if one.name == name)
     source = inspect.getsource(inspect.unwrap(view))
     for called, module in (("place(", asking), ("chosen_span(", tabs), ("by_state(", tabs)):
         source += inspect.getsource(getattr(module, called[:-1])) if called in source else ""

@@ -18,14 +18,14 @@ from django.utils import timezone
 from outbox import event
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Severity
+from outbox.contrib.console import rendering
 from outbox.contrib.django import publish
-from outbox.contrib.django.console import rendering
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, PastCondition
-from outbox.contrib.reconciliation.models import Finding
+from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition
 from outbox.events import declaration
 from tests.django.broker_world import World
-from tests.django.console.support import Site, blocked, bury, dead_keys, retried, working
+from tests.django.console.support import Site
 from tests.django.console.test_settling import decision, lost_end
+from tests.django.operators import blocked, bury, dead_keys, retried, working
 from tests.django.support import sequence
 from tests.sample.browser import Browser
 

@@ -19,7 +19,7 @@ from outbox.contrib.django.actions.listing import COMMAND, PAGE, Listing
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.models import ForwardEndpoint
 from tests.django.broker_world import World
-from tests.django.console.support import bury, working
+from tests.django.operators import bury, working
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 

@@ -19,10 +19,10 @@ from outbox.broker.transaction.turns import CHECK_BACK, take_turn
 from outbox.contrib.django.database.aliases import alias_conninfo
 from tests.django.broker_world import NOWHERE, World
 from tests.django.conftest import point_alias
-from tests.django.console.support import ALL, make_user, working
 from tests.django.console.test_remedies import page, text_of
 from tests.django.console.web_process import WebProcess, kill_server, web_process
 from tests.django.faults import no_sequencer
+from tests.django.operators import ALL, make_user, working
 from tests.django.processes import process
 from tests.django.test_worker import _children
 from tests.sample.browser import Browser

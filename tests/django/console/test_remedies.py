@@ -14,17 +14,17 @@ from outbox.broker.groups import members
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, Severity, worst_first
+from outbox.contrib.console import cards
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console import cards
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
-from tests.django.console.support import blocked, bury, client_of, dead_keys, make_user, retried, working
 from tests.django.faults import no_sequencer
+from tests.django.operators import blocked, bury, client_of, dead_keys, make_user, retried, working
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")

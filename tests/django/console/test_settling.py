@@ -20,7 +20,7 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.errors import LeftoversUndecided, UsageError
 from outbox.transaction import CheckSettings
 from tests.django.broker_world import World
-from tests.django.console.support import bury, client_of, make_user
+from tests.django.operators import bury, client_of, make_user
 from tests.django.shop.models import Order
 from tests.django.support import sequence
 from tests.django.test_message_transactions import in_thread, send

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from outbox.broker import embedded
-from outbox.contrib.django.console import urls
+from outbox.contrib.console import urls
 from outbox.contrib.django.database.aliases import alias_conninfo
 from tests.django.broker_world import World
-from tests.django.console.support import ALL, make_user
 from tests.django.console.web_process import WebProcess, kill_server, web_process
+from tests.django.operators import ALL, make_user
 from tests.sample.browser import Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("no_subscribers")]

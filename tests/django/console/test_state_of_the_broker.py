@@ -12,14 +12,14 @@ from django.utils import timezone
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.summary import LeadingProcess
-from outbox.contrib.django.console.rendering import PAGES
+from outbox.contrib.console.rendering import PAGES
 from outbox.contrib.django.models import ForwardEndpoint
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
-from tests.django.console.support import working
 from tests.django.console.test_remedies import page, text_of
 from tests.django.faults import no_sequencer
+from tests.django.operators import working
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 

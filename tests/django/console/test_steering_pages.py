@@ -14,7 +14,7 @@ from outbox.contrib.reconciliation.models import Finding
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
-from tests.django.console.support import bury, dead_keys
+from tests.django.operators import bury, dead_keys
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")

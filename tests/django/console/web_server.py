@@ -14,7 +14,7 @@ def main() -> None:
     from django.core.handlers.wsgi import WSGIHandler
     from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 
-    from outbox.contrib.django.console import rendering
+    from outbox.contrib.console import rendering
 
     rendering.REFRESH_SECONDS = float(sys.argv[2])
     server = ThreadedWSGIServer(("127.0.0.1", int(sys.argv[1])), WSGIRequestHandler)

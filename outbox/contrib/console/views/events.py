@@ -10,13 +10,13 @@ from django.utils.safestring import SafeString
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.search import SeenEvent, seen_events
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import reading, required
+from outbox.contrib.console.rendering import problem, render
+from outbox.contrib.console.views.listing import shown
 from outbox.contrib.django.actions.cells import badge, group_link, joined, link, topic_link
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Column, Listing, States
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, required
-from outbox.contrib.django.console.rendering import problem, render
-from outbox.contrib.django.console.views.listing import shown
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations.contracts import declared_events
 from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, EventVersion, list_events

@@ -11,12 +11,12 @@ from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
+from outbox.contrib.console.asking import number
+from outbox.contrib.console.signs import CHECK_SECONDS, Signs, read_signs
 from outbox.contrib.django.actions.declaration import ACT
 from outbox.contrib.django.catalogue import LISTINGS
-from outbox.contrib.django.console.asking import number
-from outbox.contrib.django.console.signs import CHECK_SECONDS, Signs, read_signs
+from outbox.contrib.django.views import SEE, may
 
-SEE: Final = "outbox.view_operations"
 BODIES: Final = "outbox.view_bodies"
 
 PER_PAGE: Final = 50
@@ -71,12 +71,6 @@ def sliced(request: HttpRequest, rows: Sequence[Row]) -> Page[Row]:
     """One page of a list that is completely in memory."""
     begin = number(request.GET, "after") or 0
     return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
-
-
-def may(request: HttpRequest, permission: str) -> bool:
-    """Whether the current user has the permission."""
-    user = getattr(request, "user", None)
-    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
 
 
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:

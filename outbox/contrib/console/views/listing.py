@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from django.http import HttpRequest, HttpResponse
 
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import application, reading, text, values_of
+from outbox.contrib.console.rendering import PER_PAGE, paged, render, sliced
+from outbox.contrib.console.tabs import by_state, state_tabs
 from outbox.contrib.django.actions.listing import PAGE, Asked, Listing
 from outbox.contrib.django.catalogue import on_engine
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, reading, text, values_of
-from outbox.contrib.django.console.rendering import PER_PAGE, paged, render, sliced
-from outbox.contrib.django.console.tabs import by_state, state_tabs
 
 
 def view_of(listing: Listing) -> Callable[..., HttpResponse]:

@@ -16,9 +16,9 @@ from django.urls import reverse
 
 from outbox.broker.operations.conditions import Condition, Fact, Severity, duration
 from outbox.broker.operations.summary import Overview
+from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.django.actions.cells import readable, retried_topic, words
 from outbox.contrib.django.actions.listing import Button
-from outbox.contrib.django.console.asking import as_uuid
 
 # The page for a condition: its URL name, its parameters, and the text of the link.
 _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {

@@ -14,10 +14,10 @@ from django.urls import reverse
 from django.utils import timezone
 
 from outbox.broker.operations.conditions import Severity, duration
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, number, text
-from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
-from outbox.contrib.django.console.tabs import by_state, chosen_span, span_tabs
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import application, number, text
+from outbox.contrib.console.rendering import PER_PAGE, paged, render
+from outbox.contrib.console.tabs import by_state, chosen_span, span_tabs
 from outbox.contrib.django.operations.timeline import ConditionHistory, Span, Timeline, read_timeline
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.worker.periodic import CONDITIONS_INTERVAL_SECONDS

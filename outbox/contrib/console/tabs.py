@@ -12,8 +12,8 @@ from django.urls import reverse
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
+from outbox.contrib.console.asking import text
 from outbox.contrib.django.actions.listing import States
-from outbox.contrib.django.console.asking import text
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import Final
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
+from outbox.contrib.console.access import acting
+from outbox.contrib.console.asking import ACTION_SECONDS, form_of, values_of
+from outbox.contrib.console.rendering import render
 from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.actions.declaration import DeclaredAction
-from outbox.contrib.django.console.access import acting
-from outbox.contrib.django.console.asking import ACTION_SECONDS, form_of, values_of
-from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.database import deadline
 from outbox.errors import UsageError
 

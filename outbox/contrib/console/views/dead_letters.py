@@ -5,10 +5,10 @@ from __future__ import annotations
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.operations.listings import COUNTED, MOST_ERRORS, list_errors
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, text
-from outbox.contrib.django.console.rendering import render
-from outbox.contrib.django.console.tabs import state_tabs
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import reading, text
+from outbox.contrib.console.rendering import render
+from outbox.contrib.console.tabs import state_tabs
 
 
 @seeing

@@ -1,11 +1,16 @@
-"""The addresses of the operations pages. Those of actions and of the lists of commands come from the catalogue."""
+"""`path("outbox/", include("outbox.contrib.console.urls"))`: the operations pages.
+
+The addresses of actions and of the lists of commands come from the catalogue.
+"""
 
 from __future__ import annotations
 
-from django.urls import path
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
+from django.urls import URLPattern, path, re_path
 
-from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
-from outbox.contrib.django.console.views import (
+from outbox.contrib.console.access import unknown
+from outbox.contrib.console.views import (
     acting,
     dead_letters,
     events,
@@ -17,6 +22,12 @@ from outbox.contrib.django.console.views import (
     timeline,
     waiting,
 )
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
+
+if not apps.is_installed("outbox.contrib.console"):
+    raise ImproperlyConfigured("The operations page is not installed: add 'outbox.contrib.console' to INSTALLED_APPS.")
+
+app_name = "outbox"
 
 # Each page of a declared list has the list's name and address.
 LISTED = (
@@ -28,7 +39,7 @@ LISTED = (
     *(one for one in LISTINGS.values() if one.address),
 )
 
-urlpatterns = [
+PAGES: list[URLPattern] = [
     path("", overview.overview, name="overview"),
     path("history/", overview.history, name="history"),
     path("liveness/", overview.liveness, name="liveness"),
@@ -48,3 +59,8 @@ urlpatterns = [
         if action.permission is not None
     ),
 ]
+
+# The folders of the pages' addresses. Other addresses below the mounted path may belong to the project.
+_FOLDERS = {str(one.pattern).partition("/")[0] for one in PAGES} - {""}
+
+urlpatterns = [*PAGES, re_path(rf"^(?:{'|'.join(sorted(_FOLDERS))})/.+/$", unknown)]

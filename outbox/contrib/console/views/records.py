@@ -7,13 +7,13 @@ from typing import Final
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log import incidents as noted
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import application, as_uuid
+from outbox.contrib.console.rendering import problem, render
 from outbox.contrib.django.actions.cells import badge, inert, link, message_link, readable, shortened, told, words
 from outbox.contrib.django.actions.declaration import Field, FieldKind
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, as_uuid
-from outbox.contrib.django.console.rendering import problem, render
 from outbox.contrib.django.models import OperatorAction
 
 INCIDENTS: Final = Listing(

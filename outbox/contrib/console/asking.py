@@ -19,10 +19,9 @@ from outbox.contrib.django.actions.declaration import DeclaredAction, Field, Fie
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.views import SECONDS
 from outbox.errors import UsageError
 
-# The time limit for all database requests of one page, or of one action's plan, together.
-SECONDS: Final = 5.0
 # The time limit for a confirmed action. This limit is longer than the limit of a page, because the action makes the
 # plan again and commits its changes.
 ACTION_SECONDS: Final = 20.0

@@ -1,4 +1,4 @@
-"""The operations page's permissions, error pages and response headers (no cache, a strict content security policy)."""
+"""The operations page's permissions, error pages and content security policy."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from urllib.parse import urlencode, urlsplit
 
 import psycopg
 from django.conf import settings
-from django.core.handlers.exception import response_for_exception
 from django.db import Error as DatabaseError
-from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, resolve_url
 from django.templatetags.static import static
 from django.urls import NoReverseMatch, reverse
-from django.utils.cache import add_never_cache_headers
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
+from outbox.contrib.console.asking import application
+from outbox.contrib.console.rendering import problem
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console.asking import SECONDS, application
-from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.engine.operator_table import refused_command, refused_page
+from outbox.contrib.django.views import SECONDS, SEE, View, with_headers
 from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
-
-View = Callable[..., HttpResponse]
 
 
 def seeing(view: View) -> View:
@@ -57,38 +53,7 @@ def _guarded(method: Callable[[View], View], view: View, permissions: list[str])
             return _answer(view, permissions, request, *args, **kwargs)
 
     # The middleware would refuse a POST without its token before this view, and so without the page's headers.
-    return csrf_exempt(with_headers(method(csrf_protect(wrapped))))
-
-
-def with_headers(view: View) -> View:
-    """Wrap a view of outbox: each of its answers has the page's headers and is not cached, an error's answer too.
-
-    With ATOMIC_REQUESTS, Django would begin a transaction before the view, which then could not answer while the
-    database is away. A view that needs a transaction begins its own.
-    """
-
-    @wraps(view)
-    def headed(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        # A charset that the client names may have no text, or texts that cannot be encoded again.
-        request.encoding = "utf-8"
-        try:
-            response = view(request, *args, **kwargs)
-        except Exception as error:
-            if settings.DEBUG:
-                # The policy would hide the styles of Django's debug page.
-                raise
-            # Report the error, and answer it with the project's handler500, as Django does after the view.
-            response = response_for_exception(request, error)
-        # Keep a header that the response already has.
-        response.headers.setdefault("Content-Security-Policy", _policy())
-        response.headers.setdefault("Referrer-Policy", "same-origin")
-        response.headers.setdefault("X-Content-Type-Options", "nosniff")
-        add_never_cache_headers(response)
-        return response
-
-    for alias in connections:
-        transaction.non_atomic_requests(using=alias)(headed)
-    return headed
+    return csrf_exempt(with_headers(method(csrf_protect(wrapped)), _sources))
 
 
 def _refusal(request: HttpRequest, permissions: list[str]) -> HttpResponse | None:
@@ -173,11 +138,10 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
     return problem(request, title, said, status=503)
 
 
-def _policy() -> str:
-    """The Content-Security-Policy: allows only files of this site and of the static files' host."""
+def _sources() -> str:
+    """The files that a page may load: those of this site and of the static files' host."""
     files: Final = urlsplit(static("outbox/console.css"))
-    sources = "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
-    return f"default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    return "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
 
 
 @seeing

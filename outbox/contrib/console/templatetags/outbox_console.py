@@ -13,10 +13,10 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
+from outbox.contrib.console.asking import FilledForm, as_uuid
 from outbox.contrib.django.actions import cells
 from outbox.contrib.django.actions.listing import PAGE, Button, Choice, Column, Listing
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
-from outbox.contrib.django.console.asking import FilledForm, as_uuid
 
 register = template.Library()
 

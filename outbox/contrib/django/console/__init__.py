@@ -1,1 +1,0 @@
-"""The operations page: shows the broker's state and runs operator actions."""
