@@ -13,6 +13,8 @@ DATABASES = {
 }
 DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
+# Beside the apps of your project.
+INSTALLED_APPS = ["outbox.contrib.django", "outbox.contrib.prometheus"]
 OUTBOX: dict[str, Any] = {
     "BROKER": "broker",
     "PRODUCER_GROUP": "shop",
@@ -21,11 +23,10 @@ OUTBOX: dict[str, Any] = {
     # The address of /live, /ready and /metrics, and the folder of the heartbeats that answer them.
     "HEALTH_ADDRESS": os.environ.get("HEALTH_ADDRESS"),
     "HEALTH_DIRECTORY": os.environ.get("HEALTH_DIRECTORY"),
-    "METRICS": True,
 }
 # Prometheus asks from another machine, so it needs the token.
-if "METRICS_TOKEN" in os.environ:
-    OUTBOX["METRICS_TOKEN"] = os.environ["METRICS_TOKEN"]
+if "STATUS_TOKEN" in os.environ:
+    OUTBOX["STATUS_TOKEN"] = os.environ["STATUS_TOKEN"]
 # Erasures are repeated after a restore. All workers read one list.
 if "ERASURE_LIST" in os.environ:
     OUTBOX["ERASURE_LIST"] = os.environ["ERASURE_LIST"]

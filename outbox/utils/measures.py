@@ -67,7 +67,17 @@ class _Recorders:
 recorder: Recorder | None = None
 
 
+_installed: tuple[Recorder, ...] = ()
+
+
 def install(*chosen: Recorder) -> None:
     """Send this process's figures to the recorders `chosen` from now on. Without arguments, stop measuring."""
-    global recorder
+    global recorder, _installed
+    _installed = chosen
     recorder = _Recorders(chosen) if len(chosen) > 1 else next(iter(chosen), None)
+
+
+def add(one: Recorder) -> None:
+    """Send this process's figures to one more recorder. A recorder that is added again changes nothing."""
+    if one not in _installed:
+        install(*_installed, one)

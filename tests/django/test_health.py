@@ -21,6 +21,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 from django.test import Client
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import rules
 from outbox.broker.sequencer.leader import LeaderLease
@@ -28,7 +29,6 @@ from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.roles import prepare_health_files
@@ -38,8 +38,11 @@ from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.operators import client_of, make_user
+from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+VIEWS = ["/outbox/status/", *(["/outbox/metrics/"] if has("prometheus") else [])]
 
 
 @pytest.fixture
@@ -82,10 +85,10 @@ def test_the_probe_costs_two_look_ups(led: None) -> None:
 
 
 def test_views(led: None, outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(METRICS_TOKEN="s3cret")
+    outbox_settings(STATUS_TOKEN="s3cret")
     client, bearer = Client(), {"Authorization": "Bearer s3cret"}
     assert client.get("/outbox/health/").json() == {"healthy": True}
-    for page in ("/outbox/status/", "/outbox/metrics/"):
+    for page in VIEWS:
         assert client.get(page).status_code == 403
         assert client.get(page, headers={"Authorization": "Bearer guessed"}).status_code == 403
         assert client.post(page, headers=bearer).status_code == 405
@@ -97,14 +100,14 @@ def test_views(led: None, outbox_settings: Callable[..., None]) -> None:
     assert (response.status_code, response.json()) == (503, {"healthy": False})
     response = client.get("/outbox/status/", headers=bearer)
     assert (response.status_code, response.json()["conditions"][0]["name"]) == (503, "no_sequencer")
-    outbox_settings(METRICS_TOKEN=None)
+    outbox_settings(STATUS_TOKEN=None)
     assert client.get("/outbox/status/", headers={"Authorization": "Bearer "}).status_code == 403
 
 
 def test_staff_without_the_permission_read_neither_status_nor_metrics(
     led: None, outbox_settings: Callable[..., None]
 ) -> None:  # fmt: skip
-    outbox_settings(METRICS_TOKEN="s3cret")
+    outbox_settings(STATUS_TOKEN="s3cret")
     try:
         users = [
             (make_user(), 403),
@@ -114,7 +117,7 @@ def test_staff_without_the_permission_read_neither_status_nor_metrics(
         ]
         for user, status in users:
             client = client_of(user)
-            for page in ("/outbox/status/", "/outbox/metrics/"):
+            for page in VIEWS:
                 answer = client.get(page)
                 assert answer.status_code == status, (page, status)
                 assert status == 200 or b"outbox.view_operations" in answer.content
@@ -204,13 +207,18 @@ def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -
         assert fetch(port, "/ready")[0] == 503
         beat(monkeypatch, left, "broker", ready=True)
         assert fetch(port, "/ready") == (200, '{"healthy": true, "problems": []}')
-        code, text = fetch(port, "/metrics")
-        assert code == 200 and 'outbox_condition{name="no_sequencer"} 0.0' in text
-        assert fetch(port, "/secrets")[0] == 404
+        assert fetch(port, "/secrets") == (404, "there are /live /ready\n")
+
+
+def served_by_a_part() -> tuple[str, bytes]:
+    """What a worker answers for a part, with a connection of Django's."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT current_database()")
+        return "text/plain", str(cursor.fetchone()[0]).encode()
 
 
 def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    monkeypatch.setattr(telemetry, "_collector", None)  # It keeps what it read a moment ago.
+    monkeypatch.setitem(hooks.served, "/name", f"{__name__}.served_by_a_part")
     opened = []
 
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:
@@ -219,7 +227,7 @@ def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest
     prepare_health_files(["broker"])
     with probes.served() as address, connected(note):
         assert address is not None
-        assert fetch(int(address[1]), "/metrics")[0] == 200
+        assert fetch(int(address[1]), "/name") == (200, connections["default"].settings_dict["NAME"])
     assert opened and all(connection.connection is None for connection in opened)
 
 

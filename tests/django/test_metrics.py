@@ -19,12 +19,11 @@ import pytest
 from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 
-from outbox import Delivery, Limits
+from outbox import Delivery, Limits, hooks
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker import probes
@@ -33,6 +32,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.prometheus import collector
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
+from outbox.contrib.prometheus.serving import state
 from outbox.utils import measures
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
@@ -371,12 +371,15 @@ def test_the_audit_is_a_periodic_pass_that_is_not_repeated(world: World) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: Path) -> None:
+def test_a_worker_serves_what_its_processes_measure(
+    databases: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_APPS", "outbox.contrib.prometheus")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {
-        "METRICS": True, "HEALTH_DIRECTORY": str(tmp_path / "signs"), "HEALTH_ADDRESS": f"127.0.0.1:{port}",
+        "HEALTH_DIRECTORY": str(tmp_path / "signs"), "HEALTH_ADDRESS": f"127.0.0.1:{port}",
     }  # fmt: skip
 
     def fetched(path: str) -> str:
@@ -407,7 +410,8 @@ def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: P
 def test_the_worker_s_figures_need_the_token(
     databases: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", METRICS_TOKEN="s3cret")
+    monkeypatch.setitem(hooks.served, "/metrics", "outbox.contrib.prometheus.serving.answer")
+    outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", STATUS_TOKEN="s3cret")
     with probes.served() as address:
         assert address is not None
 
@@ -417,7 +421,7 @@ def test_the_worker_s_figures_need_the_token(
             return connection.getresponse().status
 
         assert (status(None), status("guessed"), status("s3cret")) == (403, 403, 200)
-        outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", METRICS_TOKEN=None)
+        outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", STATUS_TOKEN=None)
         assert (status(None), status("s3cret")) == (200, 200)
         monkeypatch.setattr(probes, "ip_address", lambda _: ipaddress.ip_address("10.0.0.7"))
         assert (status(None), status("s3cret")) == (403, 403)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,10 +186,13 @@ print(reader.get_metrics_data().to_json(indent=None))
 """
 
 
-def run(code: str, **outbox: Any) -> subprocess.CompletedProcess[str]:
+APPS = {"prometheus": "outbox.contrib.prometheus", "opentelemetry": "outbox.contrib.opentelemetry"}
+
+
+def run(code: str, *apps: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(outbox=outbox),
+        env={**environment(), "TEST_APPS": " ".join(APPS[name] for name in apps)},
         cwd=ROOT,
         check=False,
         capture_output=True,
@@ -201,6 +204,7 @@ def run(code: str, **outbox: Any) -> subprocess.CompletedProcess[str]:
 def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("TEST_METRICS", str(file))
+    monkeypatch.setenv("TEST_APPS", APPS["opentelemetry"])
 
     def of_worker() -> Points:
         """The newest figures of all processes of the worker."""
@@ -210,9 +214,9 @@ def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch
         return found
 
     steps = {**PROCESS, "messaging.consumer.group.name": "effects", "messaging.destination.name": "steps"}
-    with process(["-m", "django", "outbox_worker"], outbox={"METRICS": True}, quiet=True):
+    with process(["-m", "django", "outbox_worker"], quiet=True):
         monkeypatch.delenv("TEST_METRICS")
-        done = run(WEB, METRICS=True)
+        done = run(WEB, "opentelemetry")
         assert done.returncode == 0, done.stderr
         orders = {**SEND, "messaging.destination.name": "orders"}
         assert points(done.stdout)["messaging.client.sent.messages"] == [(orders, 1)]
@@ -245,20 +249,17 @@ def test_off_measures_nothing_and_imports_nothing() -> None:
     assert run(OFF).stdout == "None []\n"
 
 
-WITHOUT = "import sys; sys.modules['{}'] = None; import django; django.setup(); "
-RECORDER = "from outbox.utils import measures; print(type(measures.recorder).__name__)"
+RECORDER = "import django; django.setup(); from outbox.utils import measures; print(type(measures.recorder).__name__)"
 
 
-@pytest.mark.parametrize(
-    ("missing", "recorder"),
-    [("opentelemetry", "PrometheusRecorder"), ("prometheus_client", "OpenTelemetryRecorder")],
-)
-def test_one_of_both_packages_is_enough(missing: str, recorder: str) -> None:
-    done = run(WITHOUT.format(missing) + RECORDER, METRICS=True)
-    assert done.stdout == f"{recorder}\n", done.stderr
-
-
-def test_without_both_packages_the_setting_names_what_to_install(outbox_settings: Callable[..., None]) -> None:
-    done = run("import sys; sys.modules['prometheus_client'] = None; " + WITHOUT.format("opentelemetry"), METRICS=True)
-    assert "outbox-transactional[metrics]" in done.stderr
-    assert "outbox-transactional[tracing]" in done.stderr
+def test_each_app_records_its_own_and_names_the_package_that_it_needs() -> None:
+    for apps, recorder in (
+        (["prometheus"], "PrometheusRecorder"),
+        (["opentelemetry"], "OpenTelemetryRecorder"),
+        (["prometheus", "opentelemetry"], "_Recorders"),
+    ):
+        done = run(RECORDER, *apps)
+        assert done.stdout == f"{recorder}\n", done.stderr
+    for app, package, extra in (("prometheus", "prometheus_client", "metrics"), ("opentelemetry",) * 2 + ("tracing",)):
+        done = run(f"import sys; sys.modules['{package}'] = None; {RECORDER}", app)
+        assert f"install outbox-transactional[{extra}]" in done.stderr

@@ -184,7 +184,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "pruning": lambda: run_prune(),
     "the view `health/`": lambda: _asked("/outbox/health/"),
     "the view `status/`": lambda: _asked("/outbox/status/"),
-    "the view `metrics/`": lambda: _opened("/outbox/metrics/"),
+    **({"the view `metrics/`": lambda: _opened("/outbox/metrics/")} if has("prometheus") else {}),
     **({"the operations page": lambda: _opened("/outbox/")} if has("console") else {}),
     "reconciliation: the broker's views": _views,
     "`outbox_status`": _command("outbox_status"),
@@ -302,7 +302,8 @@ def _is_allowed(operation: Callable[[], Any]) -> bool:
 def _table() -> list[list[str]]:
     [rows] = re.findall(r"^\| operation \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
-    return [row for row in table if has("console") or row[0] != "the operations page"]
+    parts = {"the operations page": "console", "the view `metrics/`": "prometheus"}
+    return [row for row in table if row[0] not in parts or has(parts[row[0]])]
 
 
 @pytest.mark.slow

@@ -23,12 +23,12 @@ from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.checks import check_settings
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.operations.scheduling import declare_schedules
-from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.testing import broker_outbox, in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.prometheus.serving import state
 from outbox.errors import ConfigurationError
 from tests.django.broker_world import World, new_world
 

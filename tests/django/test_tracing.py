@@ -276,12 +276,13 @@ def test_one_trace_through_the_processes_of_a_worker(
 ) -> None:
     file = tmp_path / "spans.jsonl"
     monkeypatch.setenv("TEST_SPANS", str(file))
+    monkeypatch.setenv("TEST_APPS", APP)
 
     def of_worker() -> dict[str, dict[str, Any]]:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return {span["name"]: span for span in map(json.loads, lines)}
 
-    with process(["-m", "django", "outbox_worker"], outbox={"TRACING": True}, quiet=True):
+    with process(["-m", "django", "outbox_worker"], quiet=True):
         with spans.web.start_as_current_span("POST /orders"), transaction.atomic():
             publish("orders", {}, key="one")
             # The end gets lost: the worker asks the ledger.
@@ -296,6 +297,7 @@ def test_one_trace_through_the_processes_of_a_worker(
     assert found["process steps"]["parent_id"] == found["publish steps"]["context"]["span_id"]
 
 
+APP = "outbox.contrib.opentelemetry"
 OFF = """
 import sys, django
 django.setup()
@@ -321,11 +323,11 @@ def test_off_imports_nothing_and_writes_no_header() -> None:
     assert done.stdout == "2 {None} []\n"
 
 
-def test_without_the_package_the_setting_names_what_to_install() -> None:
+def test_without_the_package_the_app_names_what_to_install() -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; import django; django.setup()"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(outbox={"TRACING": True}),
+        env={**environment(), "TEST_APPS": APP},
         cwd=ROOT,
         check=False,
         capture_output=True,

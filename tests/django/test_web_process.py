@@ -35,7 +35,6 @@ UNNEEDED = (
     "outbox.contrib.django.operations.checks",
     "outbox.contrib.django.operations.comparing",
     "outbox.contrib.django.operations.installation",
-    "outbox.contrib.django.operations.telemetry",
     "outbox.contrib.django.operations.watching",
     "outbox.contrib.saga.steps",
     "outbox.contrib.django.subscribers.inbox",

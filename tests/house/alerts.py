@@ -40,7 +40,7 @@ def alerts() -> str:
             "absent(outbox_condition)",
             "critical",
             "No process exports the metrics of outbox, so no other alert can fire.",
-            "Check that Prometheus scrapes the worker's HEALTH_ADDRESS, or the view metrics/, with METRICS_TOKEN.",
+            "Check that Prometheus scrapes the worker's HEALTH_ADDRESS, or the view metrics/, with STATUS_TOKEN.",
             wait="5m",
         ),
     ]

@@ -111,12 +111,8 @@ PARTS: Final = (
     Part(
         "metrics",
         r"prometheus|opentelemetry|telemetry",
-        (
-            "contrib/prometheus/",
-            "contrib/opentelemetry/",
-            f"{_DJANGO}/operations/instrumentation.py",
-            f"{_DJANGO}/operations/telemetry.py",
-        ),
+        ("contrib/prometheus/", "contrib/opentelemetry/"),
+        tests=("django/test_metrics.py", "django/test_metrics_opentelemetry.py", "django/test_tracing.py"),
     ),
     Part(
         "receiving",

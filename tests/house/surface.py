@@ -25,6 +25,7 @@ from outbox.contrib.console.urls import PAGES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
 from outbox.contrib.django.urls import urlpatterns
+from outbox.contrib.prometheus.urls import urlpatterns as of_prometheus
 from tests.house.parts import ROOT
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files
@@ -50,7 +51,7 @@ def surface() -> str:
         ],
         "commands": sorted(_commands()),
         "conditions": sorted(catalogue()),
-        "pages": sorted(str(one.pattern) for one in (*urlpatterns, *PAGES)),
+        "pages": sorted(str(one.pattern) for one in (*urlpatterns, *of_prometheus, *PAGES)),
         "tables of the broker": sorted(_tables()),
         "tables of an application": sorted(
             f"{model._meta.db_table}: {', '.join(map(_column, model._meta.local_fields))}"

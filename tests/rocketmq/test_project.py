@@ -86,7 +86,7 @@ def test_a_slow_local_transaction_outlives_its_checks(project: Project, seconds:
 def test_spans_follow_a_message_through_rocketmq(project: Project, tmp_path: Path) -> None:
     """From publishing to its handler, and on to the handler of what that one publishes."""
     file = tmp_path / "spans.jsonl"
-    traced = replace(project, more={"TEST_OUTBOX": json.dumps({"TRACING": True}), "TEST_SPANS": str(file)})
+    traced = replace(project, more={"TEST_APPS": "outbox.contrib.opentelemetry", "TEST_SPANS": str(file)})
 
     def spans(name: str) -> list[dict[str, Any]]:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []

@@ -20,8 +20,8 @@ from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.models import DeadLetterNote, OperatorAction
 from outbox.contrib.django.operations import rocketmq as operations
-from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.prometheus import serving
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.rocketmq import inspection
@@ -166,7 +166,7 @@ def test_lag_trace_and_metrics(shop: Shop) -> None:
     path = said("outbox_message", "show", ids["k2"])
     assert [one["place"] for one in path["copies"]] == ["half message", "published"]
     assert [one["outcome"] for one in path["ledger"]] == ["committed"]
-    text = telemetry.render().decode()
+    text = serving.render().decode()
     for line in (
         f'outbox_lag_messages{{group="{shop.group}",topic="{shop.topic}"}} 2.0',
         f'outbox_queued_messages_total{{topic="{shop.topic}"}} 2.0',
@@ -232,7 +232,7 @@ def test_an_unreachable_broker_is_a_condition(shop: Shop, outbox_settings: Calla
     assert (status["severity"], status["complete"], status["broker"]) == ("critical", False, None)
     assert [one["name"] for one in status["conditions"]] == ["unreachable"]
     assert not operations.probe().is_healthy
-    assert "outbox_lag_messages{" not in telemetry.render().decode()
+    assert "outbox_lag_messages{" not in serving.render().decode()
 
 
 def test_topics_and_groups_that_a_broker_lacks_are_named_and_created(

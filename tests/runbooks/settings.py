@@ -7,6 +7,7 @@ import os
 import django
 
 from deploy.settings import *  # noqa: F403
+from deploy.settings import INSTALLED_APPS as APPS
 from deploy.settings import OUTBOX
 from tests.part_apps import part_apps
 
@@ -15,7 +16,7 @@ USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = [
     *(["django_tasks"] if django.VERSION < (6, 0) else []),
-    *("outbox.contrib.django", *part_apps(), "tests.django.shop", "tests.runbooks"),
+    *(*APPS, *part_apps(), "tests.django.shop", "tests.runbooks"),
 ]
 # `migrate` makes the tables of the test models with --run-syncdb.
 MIGRATION_MODULES = {"shop": None}

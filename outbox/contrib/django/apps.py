@@ -27,7 +27,6 @@ class OutboxConfig(AppConfig):
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
-        from outbox.contrib.django.operations import instrumentation
         from outbox.contrib.django.subscribers.registry import add_discovery
         from outbox.utils import faults, given_up
 
@@ -39,8 +38,6 @@ class OutboxConfig(AppConfig):
         register(when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
         register(when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
-        instrumentation.record_if_wanted()
-        instrumentation.trace_if_wanted()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
         after_migrate = when_called("outbox.contrib.django.operations.installation.after_migrate")
         # Only the signal refers to this function, so the reference must be strong.

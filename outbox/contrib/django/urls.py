@@ -1,4 +1,4 @@
-"""`path("outbox/", include("outbox.contrib.django.urls"))`: health/, status/, metrics/."""
+"""`path("outbox/", include("outbox.contrib.django.urls"))`: health/ and status/."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ from outbox.contrib.django import views
 urlpatterns = [
     path("health/", views.health, name="outbox_health"),
     path("status/", views.status, name="outbox_status"),
-    path("metrics/", views.metrics, name="outbox_metrics"),
 ]

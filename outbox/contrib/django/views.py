@@ -1,4 +1,4 @@
-"""The views for load balancers, monitoring and scrapers: health, status and metrics."""
+"""The views for load balancers and monitoring: health and status."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from django.views.decorators.http import require_safe
 
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.operations import telemetry
-from outbox.contrib.django.operations.watching import look, probe
+from outbox.contrib.django.operations.watching import is_authorized, look, probe
 
 # The permission that a user needs to see the state of the broker.
 SEE: Final = "outbox.view_operations"
 # The time limit for all database requests of one view together.
 SECONDS: Final = 5.0
 
-_REFUSED: Final = (
+REFUSED: Final = (
     f"This view needs a staff user with the permission {SEE}, or the header `Authorization: Bearer` with the token "
-    "of OUTBOX['METRICS_TOKEN']."
+    "of OUTBOX['STATUS_TOKEN']."
 )
 _POLICY: Final = "default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
@@ -82,7 +81,7 @@ def health(request: HttpRequest) -> HttpResponse:
     with deadline.within(SECONDS):
         found = probe()
     body: dict[str, object] = {"healthy": found.is_healthy}
-    if _may_see(request):
+    if may_see(request):
         body["problems"] = list(found.problems)
     return JsonResponse(body, status=200 if found.is_healthy else 503)
 
@@ -94,31 +93,18 @@ def status(request: HttpRequest) -> HttpResponse:
 
     The client needs the permission to see the state of the broker, or the token.
     """
-    if not _may_see(request):
-        return JsonResponse({"error": _REFUSED}, status=403)
+    if not may_see(request):
+        return JsonResponse({"error": REFUSED}, status=403)
     with deadline.within(SECONDS):
         found = look()
     return JsonResponse(found.as_json(), status=503 if found.verdict.severity is Severity.CRITICAL else 200)
 
 
-@with_headers
-@require_safe
-def metrics(request: HttpRequest) -> HttpResponse:
-    """Answer with the metrics for Prometheus.
-
-    The client needs the permission to see the operations page, or the token, because the metrics name groups and
-    topics.
-    """
-    if not _may_see(request):
-        return HttpResponse(f"{_REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
-    with deadline.within(SECONDS):
-        return HttpResponse(telemetry.render(), content_type=telemetry.CONTENT_TYPE)
-
-
-def _may_see(request: HttpRequest) -> bool:
+def may_see(request: HttpRequest) -> bool:
+    """Whether the client may see the state of the broker: by the token, or by the permission of its user."""
     # Check the token first, because a scraper has no account. A scraper must also get an answer while the accounts
     # cannot be read.
-    if telemetry.is_authorized(request.headers.get("Authorization", "")):
+    if is_authorized(request.headers.get("Authorization", "")):
         return True
     try:
         return may(request, SEE)

@@ -1,1 +1,6 @@
-"""Traces and metrics of messages by OpenTelemetry's API (the extra `tracing`). The application sets up an SDK."""
+"""Traces and metrics for OpenTelemetry, through the providers that the application sets up.
+
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.opentelemetry"]
+
+`tracer` and `recorder` need no Django.
+"""

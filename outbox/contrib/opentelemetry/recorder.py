@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Final
 
 from opentelemetry.metrics import MeterProvider, get_meter
@@ -112,3 +113,9 @@ class OpenTelemetryRecorder:
             pair = (group, topic) if len(self._pairs) < MOST_SERIES else (OTHERS, OTHERS)
             about = {**_PROCESS, "messaging.consumer.group.name": pair[0], "messaging.destination.name": pair[1]}
             return self._pairs.setdefault(pair, about)
+
+
+@cache
+def of_this_process() -> OpenTelemetryRecorder:
+    """Return the recorder of the global meter provider."""
+    return OpenTelemetryRecorder()

@@ -1,1 +1,7 @@
-"""Metrics for Prometheus: figures of each process, and of the broker's tables. Needs `prometheus-client`."""
+"""Metrics for Prometheus: of each process, and of the broker's tables; alert rules and a dashboard.
+
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.prometheus"]
+    urlpatterns = [path("outbox/", include("outbox.contrib.prometheus.urls"))]
+
+It shows the figures of limits and schedules. `collector` needs no Django.
+"""

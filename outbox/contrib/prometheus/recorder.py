@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
@@ -145,3 +146,9 @@ class PrometheusRecorder:
                 return OTHERS
             self._topics.add(topic)
         return topic
+
+
+@cache
+def of_this_process() -> PrometheusRecorder:
+    """Return the recorder of prometheus_client's default registry, which can have only one."""
+    return PrometheusRecorder(REGISTRY)

@@ -6,6 +6,7 @@ Apps add the conditions of their own tables (`hooks.add_conditions`), because th
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,12 @@ from outbox.contrib.django.settings.definition import unknown as unknown_name
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 logger = logging.getLogger(__name__)
+
+
+def is_authorized(header: str) -> bool:
+    """Return whether an Authorization header has the token of OUTBOX['STATUS_TOKEN']. Without it, return False."""
+    token = get_settings().status_token
+    return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def survey_project(run: Executor) -> Survey:

@@ -556,38 +556,34 @@ class OutboxSettings:
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
     )
-    metrics: bool = setting(
-        False,
-        flag,
-        word="metrics (Prometheus, OpenTelemetry)",
-        meaning="`True`: each process [measures its work](operations/monitoring.md#metrics), for Prometheus and "
-        "OpenTelemetry",
+    repair_publishers: Mapping[str, str] = setting(
+        {},
+        dotted_paths,
+        bundled_only=True,
+        word="publisher",
+        meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
+        "again ([repair](reconciliation/findings.md#repair))",
     )
-    metrics_token: str | None = setting(
+    status_token: str | None = setting(
         None,
         or_none(any_text),
         secret=True,
-        word="token",
-        meaning="a request with this token in `Authorization: Bearer` may read `status/` and `metrics/` without an "
-        "account",
-    )
-    tracing: bool = setting(
-        False,
-        flag,
-        word="tracing (OpenTelemetry)",
-        meaning="`True`: messages appear as [traces](tracing.md) of OpenTelemetry",
+        word="token; status",
+        meaning="a request with this token in `Authorization: Bearer` may read `status/` and "
+        "[`metrics/`](operations/monitoring.md#metrics) without an account",
     )
     health_directory: str | None = setting(
         None,
         or_none(text("path")),
         word="health (Kubernetes: liveness and readiness)",
-        meaning="folder into which a worker's processes write heartbeats and metrics",
+        meaning="folder into which a worker's processes write heartbeats, and what parts collect from them",
     )
     health_address: str | None = setting(
         None,
         address,
         word="health",
-        meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready` and `/metrics`',
+        meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready`, and what '
+        "parts add, such as `/metrics`",
     )
     masked_fields: Mapping[str, frozenset[str]] = setting(
         {},

@@ -1,8 +1,8 @@
 """Liveness and readiness of a worker, from the heartbeats of its processes.
 
-The worker also serves liveness and readiness over HTTP. A worker is live if every process has a recent heartbeat. If a
-worker is not live, restart the worker. A worker is ready if every process can also reach the broker. Neither probe
-reads a database, so an unreachable database causes no restart.
+The worker also serves liveness and readiness over HTTP, and what parts add (`hooks.add_served`). A worker is live if
+every process has a recent heartbeat. If a worker is not live, restart the worker. A worker is ready if every process
+can also reach the broker. Neither probe reads a database, so an unreachable database causes no restart.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, Final
 
 from django.db import connections
 
+from outbox import hooks
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, of_text, worst_first
-from outbox.contrib.django.operations import telemetry
+from outbox.contrib.django.operations.watching import is_authorized
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.roles import SUFFIX, prepare_health_files
 from outbox.utils import heartbeat
@@ -86,14 +87,15 @@ _PROBES: Final[Mapping[str, Callable[[], ConditionReport]]] = {"/live": live, "/
 
 
 _REFUSAL: Final = (
-    b"metrics are served to callers that send `Authorization: Bearer` with the token of OUTBOX['METRICS_TOKEN'];\n"
-    b"without that setting only to callers on this machine: set METRICS_TOKEN, and the same token in the scraper.\n"
+    b"this is served to callers that send `Authorization: Bearer` with the token of OUTBOX['STATUS_TOKEN'];\n"
+    b"without that setting only to callers on this machine: set STATUS_TOKEN, and the same token in the caller.\n"
 )
 
 
-def _figures() -> bytes:
+def _content(path: str) -> tuple[str, bytes]:
     try:
-        return telemetry.render()
+        answer: tuple[str, bytes] = hooks.resolved(hooks.served[path])()
+        return answer
     finally:
         # Each request runs on a new thread, so close the database connections of this thread.
         connections.close_all()
@@ -101,9 +103,9 @@ def _figures() -> bytes:
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/metrics":
-            if self._may_scrape():
-                self._answer(200, telemetry.CONTENT_TYPE, _figures())
+        if self.path in hooks.served:
+            if self._may_read():
+                self._answer(200, *_content(self.path))
             else:
                 self._answer(403, "text/plain", _REFUSAL)
         elif (probe := _PROBES.get(self.path)) is not None:
@@ -111,17 +113,17 @@ class _Handler(BaseHTTPRequestHandler):
             text = json.dumps({"healthy": health.is_healthy, "problems": health.problems}).encode()
             self._answer(200 if health.is_healthy else 503, "application/json", text)
         else:
-            self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
+            self._answer(404, "text/plain", f"there are {' '.join((*_PROBES, *hooks.served))}\n".encode())
 
-    def _may_scrape(self) -> bool:
-        """Whether the caller may read the metrics.
+    def _may_read(self) -> bool:
+        """Whether the caller may read what parts serve.
 
-        If OUTBOX['METRICS_TOKEN'] is set, the caller must send the token. Without this setting, the caller must be on
+        If OUTBOX['STATUS_TOKEN'] is set, the caller must send the token. Without this setting, the caller must be on
         this machine.
         """
-        if get_settings().metrics_token is None:
+        if get_settings().status_token is None:
             return ip_address(self.client_address[0]).is_loopback
-        return telemetry.is_authorized(self.headers.get("Authorization", ""))
+        return is_authorized(self.headers.get("Authorization", ""))
 
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
         self.send_response(status)
@@ -136,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served() -> Iterator[tuple[Any, ...] | None]:
-    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block.
+    """Serve /live, /ready and what parts serve at OUTBOX['HEALTH_ADDRESS'] during the block.
 
     If this setting is missing, serve nothing.
 

@@ -1,4 +1,4 @@
-"""The processes of a worker: their roles, and their files in OUTBOX['HEALTH_DIRECTORY'] (heartbeat, metrics)."""
+"""The processes of a worker: their roles, and their files in OUTBOX['HEALTH_DIRECTORY']."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from outbox import hooks
 from outbox.broker import deaths
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.operations.instrumentation import DIRECTORY_VARIABLE
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 SHARED_LEAD: Final = "--shared-lead"
 
 SUFFIX: Final = ".heartbeat"
-FIGURES: Final = "metrics"
 
 
 class Role(StrEnum):
@@ -44,7 +43,7 @@ class Role(StrEnum):
     RELAY = "relay"
     """Sends the messages of the table outbox_relay to RocketMQ."""
     MONITOR = "monitor"
-    """Serves the worker's health and metrics."""
+    """Answers the requests at HEALTH_ADDRESS."""
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
@@ -138,19 +137,24 @@ def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
     folder = get_settings().health_directory
     if folder is None:
         return {name: {} for name in names}
-    figures = Path(folder) / FIGURES
-    figures.mkdir(parents=True, exist_ok=True)
-    for left in (*Path(folder).glob(f"*{SUFFIX}"), *figures.glob("*.db")):
+    shared = _shared_folders(folder)
+    for path in map(Path, (folder, *shared.values())):
+        path.mkdir(parents=True, exist_ok=True)
+    for left in (*Path(folder).glob(f"*{SUFFIX}"), *(one for path in shared.values() for one in Path(path).iterdir())):
         left.unlink(missing_ok=True)
     variables = {}
     for name in names:
         path = Path(folder) / f"{name}{SUFFIX}"
         path.touch()
-        variables[name] = {heartbeat.VARIABLE: str(path), DIRECTORY_VARIABLE: str(figures)}
+        variables[name] = {heartbeat.VARIABLE: str(path), **shared}
     return variables
 
 
 def monitor_environment() -> dict[str, str]:
-    """Return the environment variables of the process that serves the heartbeats and metrics of the other processes."""
+    """Return the environment variables of the process that answers requests about the other processes."""
     folder = get_settings().health_directory
-    return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}
+    return _shared_folders(folder) if folder else {}
+
+
+def _shared_folders(folder: str) -> dict[str, str]:
+    return {variable: str(Path(folder) / name) for variable, name in hooks.shared_folders.items()}

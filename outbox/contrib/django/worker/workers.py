@@ -120,7 +120,7 @@ def wait_for_erasures(stop: threading.Event) -> None:
 
 
 def run_monitor_role(stop: threading.Event) -> None:
-    """Serve /live, /ready and /metrics until `stop` is set."""
+    """Answer the requests at HEALTH_ADDRESS until `stop` is set."""
     with probes.served():
         stop.wait()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
 from django.db.utils import DatabaseError
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from outbox import hooks
 from outbox.broker.database.executor import Executor
@@ -19,13 +20,10 @@ from outbox.broker.operations.rules import unusable
 from outbox.broker.operations.summary import overview
 from outbox.broker.schedules.schedule import clock, list_schedules
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.operations import instrumentation, known_conditions
+from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.errors import BrokerUnavailable, SchemaError
-
-if TYPE_CHECKING:
-    from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,33 +37,21 @@ WHERE to_regclass(name) IS NOT NULL
 _collector: BrokerCollector | None = None
 
 
-def is_authorized(header: str) -> bool:
-    """Return whether an Authorization header has the token of OUTBOX['METRICS_TOKEN'].
-
-    Without this setting, return False.
-    """
-    token = get_settings().metrics_token
-    return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
+def answer() -> tuple[str, bytes]:
+    """Return all metrics, for a worker to serve."""
+    return CONTENT_TYPE, render()
 
 
 def render() -> bytes:
     """Return all metrics in Prometheus's format: the metrics of the broker and the metrics of this process.
 
     If PROMETHEUS_MULTIPROC_DIR is set, the result has the metrics of all processes that share this directory.
-
-    Raises ConfigurationError if prometheus-client is not installed.
     """
-    instrumentation.require()
-    from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    from outbox.contrib.prometheus.collector import BrokerCollector
-
     global _collector
     _collector = _collector or BrokerCollector(state)
     registry = CollectorRegistry()
     registry.register(_collector)
-    if instrumentation.DIRECTORY_VARIABLE in os.environ:
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
     return generate_latest(REGISTRY) + generate_latest(registry)
@@ -73,8 +59,6 @@ def render() -> bytes:
 
 def state() -> ScrapeState:
     """Return the present state of the broker's tables, for the metrics."""
-    from outbox.contrib.prometheus.collector import ScrapeState
-
     if (observer := known_conditions.observer()) is not None:
         verdict, figures = observer.look()
         families = [] if figures is None else list(observer.metric_families(figures))
