@@ -21,7 +21,7 @@ FOREIGN: Final = {
     "UndecodableBody",
 }
 # The crash kit runs beside a developer, who sees the traceback of the own scenario.
-LEFT_OUT: Final = {"contrib/django/crashes/kit.py", "contrib/django/crashes/processes.py", "utils/safe_text.py"}
+LEFT_OUT: Final = {"contrib/crash_kit/kit.py", "contrib/crash_kit/processes.py", "utils/safe_text.py"}
 
 
 def _classes(handler: ast.ExceptHandler) -> set[str]:

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
     "outbox/contrib/console": {"outbox", "django", "psycopg"},
+    "outbox/contrib/crash_kit": {"outbox", "django", "psycopg", "asgiref", "pytest"},
     "outbox/contrib/saga": {"outbox", "django"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
     "outbox/contrib/unique": {"outbox", "django"},
@@ -75,7 +76,7 @@ LEVELS = {
         ("operations",),
         ("worker",),
         ("actions",),
-        ("crashes",),
+        ("repair",),
     ),
     "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 if TYPE_CHECKING:
-    from outbox.contrib.django.crashes.kit import CrashKit
     from outbox.contrib.django.testing import BrokerOutbox, InMemoryOutbox
-
-# The fixtures that use the broker's test database.
-_ON_A_BROKER: Final = frozenset({"outbox_broker", "outbox_crashes"})
-
 
 _in_memory: Final = pytest.StashKey["InMemoryOutbox"]()
 
@@ -80,30 +75,19 @@ def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
         yield broker
 
 
-@pytest.fixture
-def outbox_crashes(transactional_db: None) -> Iterator[CrashKit]:
-    """A function that runs a crash test: a scenario once for each of its steps, with a process killed there.
-
-    A test whose scenario or handlers write on other aliases than `default` names all its databases and the broker's
-    alias in the mark `django_db(transaction=True, databases=…)`.
-    """
-    from outbox.contrib.django.testing import crash_tests
-
-    with crash_tests() as kit:
-        yield kit
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests with `outbox_broker` or `outbox_crashes` use the broker's database.
+    """Let tests with `outbox_broker` use the broker's database.
 
     This hook runs before pytest-django sorts the tests by their use of databases.
     """
+    let_use_broker(items, "outbox_broker")
+
+
+def let_use_broker(items: list[pytest.Item], fixture: str) -> None:
+    """Give a mark to the tests with this fixture that have none: they may use the broker's test database."""
     for item in items:
-        if (
-            _ON_A_BROKER.intersection(getattr(item, "fixturenames", ()))
-            and item.get_closest_marker("django_db") is None
-        ):
+        if fixture in getattr(item, "fixturenames", ()) and item.get_closest_marker("django_db") is None:
             item.add_marker(pytest.mark.django_db(transaction=True, databases=_databases()))
 
 

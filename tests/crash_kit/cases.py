@@ -9,11 +9,13 @@ import pytest
 from django.db import transaction
 
 from outbox import Delivery
+from outbox.contrib.crash_kit.kit import CrashKit
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.crashes.kit import CrashKit
 from tests.crash_kit import outside
 from tests.crash_kit.names import CASES
 from tests.crash_kit.shop.models import Order, Payment
+
+pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "broker", "other"])

@@ -90,6 +90,8 @@ from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from tests.crash_kit.shop.models import Order, Payment
 
+pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
+
 
 """
 

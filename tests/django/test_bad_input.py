@@ -7,10 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber, transactional_message
-from outbox.contrib.django.crashes.baseline import Baseline
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, UsageError
 from outbox.retry import RetryPolicy
@@ -112,12 +111,3 @@ def test_a_time_limit_beyond_the_retention() -> None:
 def _work_and(call: Callable[[], object]) -> None:
     Effect.objects.create(number="half")
     call()
-
-
-@pytest.mark.usefixtures("databases")
-def test_the_crash_kit_refuses_a_pool_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(connections["default"].settings_dict, "OPTIONS", {"pool": True})
-        with pytest.raises(UsageError, match="'default', because it has a connection pool"):
-            Baseline(["default"], broker_schema="outbox")
-        connections["default"].close_pool()  # type: ignore[attr-defined]

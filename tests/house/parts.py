@@ -37,7 +37,12 @@ PARTS: Final = (
         ("contrib/console/",),
         tests=("django/console/",),
     ),
-    Part("crash kit", r"\bcrash_?kit|\bcrashes\b(?= import)|django\.crashes", (f"{_DJANGO}/crashes/",)),
+    Part(
+        "crash kit",
+        r"crash_?kit|outbox_crashes|crash_tests",
+        ("contrib/crash_kit/",),
+        tests=("crash_kit/", "django/test_crash_kit_input.py", "sample/crash_cases.py", "sample/test_crashes.py"),
+    ),
     Part(
         "encryption",
         r"encrypt|subject_?key",

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from outbox.contrib.django.crashes.kit import CrashKit
+from outbox.contrib.crash_kit.kit import CrashKit
 from sample_project.cart.models import Clearance
 from sample_project.income.models import CountedOrder, EnrichedOrder, ShownMinute, Window
 from sample_project.logistics.models import Shipment
@@ -16,6 +16,8 @@ from sample_project.orders.models import Order, Status
 from sample_project.payments import client
 from sample_project.payments.models import Charge
 from sample_project.points.models import Entry
+
+pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
 
 # All groups but offers.mail: its limit of one mail a second would make the runs wait.
 GROUPS: Final = (

@@ -15,8 +15,7 @@ To test both paths, check-back, order or handler threads, use a real broker in t
     class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
         databases = {"default", "broker"}
 
-With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) provide the same two brokers. The fixture
-`outbox_crashes` is the function that `crash_tests` yields.
+With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) provide the same two brokers.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
-from outbox.codec import UnreadBody
-from outbox.contrib.django.crashes.kit import CrashKit
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.engine.broker import (
@@ -47,7 +42,6 @@ from outbox.contrib.django.engine.broker import (
     reset_broker,
     use_broker,
 )
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.scheduling import declared_schedules
 from outbox.contrib.django.settings.conf import chosen, forced, get_settings
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
@@ -240,9 +234,10 @@ class BrokerOutbox(OutboxForTests):
         flush()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             install(connection, settings.schema)
-        self._empty()
+        self.empty()
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """Remove all messages and groups from the broker."""
         settings = get_settings()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             run = Executor(connection, settings.schema)
@@ -270,7 +265,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
     The parameter `settings` contains further keys of OUTBOX.
     """
-    with _changed_settings({**settings, "IN_MEMORY": True}):
+    with changed_settings({**settings, "IN_MEMORY": True}):
         yield InMemoryOutbox(groups)
 
 
@@ -282,35 +277,13 @@ def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Br
 
     Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """
-    with _changed_settings({**settings, "IN_MEMORY": False}):
+    with changed_settings({**settings, "IN_MEMORY": False}):
         yield BrokerOutbox(groups)
 
 
 @contextmanager
-def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[CrashKit]:
-    """Inside the block, run crash tests with the yielded object, on a real broker.
-
-    The parameters are the same as for `in_memory_outbox`. Before each run, all databases of the running test get back
-    the rows that they had when the crash test began.
-    """
-    with TemporaryDirectory(prefix="outbox-crashes-") as folder:
-        # Chance decides which messages share a transaction. So each message has a transaction of its own.
-        alone = {"IMMUNITY_SECONDS": 0, "CHECK_INTERVAL_SECONDS": 0.5, "MESSAGES_PER_COMMIT": 1}
-        with _changed_settings({**alone, **settings, "IN_MEMORY": False}):
-            get_engine().refusals.require("run_once", "a crash test")
-            broker = BrokerOutbox(groups)
-            yield CrashKit(
-                folder=Path(folder),
-                aliases=ledger_aliases(usable=True),
-                reset_messages=broker._empty,
-                broker_schema=get_settings().schema,
-                groups=groups,
-            )
-            broker._empty()
-
-
-@contextmanager
-def _changed_settings(keys: dict[str, Any]) -> Iterator[None]:
+def changed_settings(keys: dict[str, Any]) -> Iterator[None]:
+    """In the block, OUTBOX has these keys too, and the process has a broker of its own."""
     with ExitStack() as stack:
         stack.enter_context(forced(keys))
         stack.enter_context(_capturing_tasks())

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outbox.contrib.django.crashes.kit import CrashKit
+from outbox.contrib.crash_kit.kit import CrashKit
 from tests.crash_kit.blind import correct, faulty, outside
 from tests.crash_kit.blind.names import CASES, Case
+
+pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
 
 
 @pytest.fixture(autouse=True)

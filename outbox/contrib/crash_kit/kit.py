@@ -28,12 +28,12 @@ import outbox.broker.consumer.runtime
 import outbox.broker.leading
 import outbox.broker.operations.audit
 import outbox.broker.sequencer.sequencer  # noqa: F401
-from outbox.contrib.django.crashes.baseline import Baseline
-from outbox.contrib.django.crashes.outside import OutsideCalls
-from outbox.contrib.django.crashes.processes import Ended, run_in_child
-from outbox.contrib.django.crashes.report import CrashTestFailed, Failure, happened, report
-from outbox.contrib.django.crashes.scenario_run import Plan, Surroundings, run_plan, settle_after_kill
-from outbox.contrib.django.crashes.steps import Step, chosen, read_steps
+from outbox.contrib.crash_kit.baseline import Baseline
+from outbox.contrib.crash_kit.outside import OutsideCalls
+from outbox.contrib.crash_kit.processes import Ended, run_in_child
+from outbox.contrib.crash_kit.report import CrashTestFailed, Failure, happened, report
+from outbox.contrib.crash_kit.scenario_run import Plan, Surroundings, run_plan, settle_after_kill
+from outbox.contrib.crash_kit.steps import Step, chosen, read_steps
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.errors import UsageError
 

@@ -17,10 +17,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
-from outbox.contrib.django.crashes.baseline import Baseline
-from outbox.contrib.django.crashes.outside import OutsideCalls
-from outbox.contrib.django.crashes.settling import release, settle_everything
-from outbox.contrib.django.crashes.steps import Step, Walk, failed_at
+from outbox.contrib.crash_kit.baseline import Baseline
+from outbox.contrib.crash_kit.outside import OutsideCalls
+from outbox.contrib.crash_kit.settling import release, settle_everything
+from outbox.contrib.crash_kit.steps import Step, Walk, failed_at
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
 from outbox.contrib.django.subscribers.registry import subscriptions

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outbox.contrib.django.crashes.scenario_run import Plan
-from outbox.contrib.django.crashes.steps import Step, failed_at, short
+from outbox.contrib.crash_kit.scenario_run import Plan
+from outbox.contrib.crash_kit.steps import Step, failed_at, short
 
 _LISTED: Final = 20
 
