@@ -28,7 +28,8 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
+from outbox.contrib.saga.steps import SagaProgress, SagaState
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id
@@ -48,6 +49,7 @@ from tests.django.test_shared_transactions import (
     share,
 )
 from tests.django.urls import Refused
+from tests.part_apps import has
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -334,7 +336,10 @@ def test_async_handlers_share() -> None:
         eventually(lambda: failed() == ["50"])
 
 
+@pytest.mark.skipif(not has("opentelemetry"), reason="a part that is not there")
 def test_traces_of_callbacks_are_below_their_own_message() -> None:
+    from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
