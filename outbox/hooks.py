@@ -126,33 +126,39 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
-# -- processes of a worker -------------------------------------------------------------------------
-
-# Path at HEALTH_ADDRESS -> the dotted path of the function that answers it.
-served: Final[dict[str, str]] = {}
+# -- roles of worker processes ---------------------------------------------------------------------
 
 
-def add_served(path: str, answer: str) -> None:
-    """Let a worker answer `path` at OUTBOX['HEALTH_ADDRESS'] with the function at the dotted path `answer`.
+class Role(NamedTuple):
+    """A role of worker processes. Its functions are named by their dotted paths.
 
-    The function `() -> (type of the content, content)` is called in a thread of its own for each request with the
-    token, or from this machine if the settings have no token. Its database connections are closed afterwards. After an
-    error the client gets no answer, and the error is written to the log.
+    `help`: what the role does, for `outbox_worker --help`.
+    `run`: the function `(stop, names) -> None`.
+    `drain`: the function `(names) -> text` of `outbox_worker --drain`. Without it, the role has no such work.
+    `option`: the name of the option of `outbox_worker` that restricts the role to `names`: `group` or one of its own.
+    `is_needed`: the function `() -> bool`. Without it, only a worker that is given the role starts a process for it.
     """
-    served[path] = answer
+
+    help: str
+    run: str
+    drain: str | None = None
+    option: str | None = None
+    is_needed: str | None = None
 
 
-# Name of an environment variable -> the folder below HEALTH_DIRECTORY.
-shared_folders: Final[dict[str, str]] = {}
+roles: Final[dict[str, Role]] = {}
 
 
-def add_shared_folder(variable: str, folder: str) -> None:
-    """Give the processes of a worker a folder, in which they leave files for the process that answers its requests.
+def add_role(name: str, role: Role) -> None:
+    """Let workers have processes with a role of this name.
 
-    Before the worker starts its processes, it makes the folder in OUTBOX['HEALTH_DIRECTORY'], and removes the files of
-    an earlier worker. The environment variable has the path; without HEALTH_DIRECTORY, there is neither.
+    `run` gets the names that the option has restricted the role to (none: all), works until the event `stop` is set,
+    and writes heartbeats (`outbox.utils.heartbeat`). An error ends the process, and its supervisor starts it again.
+    `is_needed` is called once before `outbox_worker` or a worker of Celery starts its processes.
+
+    `drain` does the work that is due now, in the process of the command, and returns what the command says.
     """
-    shared_folders[variable] = folder
+    roles[name] = role
 
 
 # -- observed engines ------------------------------------------------------------------------------

@@ -61,5 +61,5 @@ def supervisor(roles: Sequence[str], *, environment: Mapping[str, str]) -> Super
 app = Celery("outbox-tests", broker=transport(URL))
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_connection_retry_on_startup = True
-bootstep.install(app, supervisor, roles=list(CHILDREN))
+bootstep.install(app, supervisor, roles=lambda: list(CHILDREN))
 beat.install(app, lambda: [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])

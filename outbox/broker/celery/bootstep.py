@@ -16,6 +16,7 @@ from outbox.broker.process_log import told_to_children
 from outbox.broker.supervisor import Supervisor
 
 _CONF_KEY: Final = "outbox_supervisor"
+_ROLES_KEY: Final = "outbox_known_roles"
 # psycopg waits with select.poll, and eventlet removes this function. So outbox cannot work in a process with eventlet.
 _REFUSED_POOLS: Final = ("eventlet",)
 
@@ -26,17 +27,18 @@ class MakeSupervisor(Protocol):
     def __call__(self, roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor: ...
 
 
-def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str] = ()) -> None:
+def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Callable[[], Sequence[str]]) -> None:
     """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call of `install` changes nothing.
 
-    A worker with `--outbox` calls `make_supervisor` when it starts. `roles` are the values that `--outbox-roles`
-    accepts.
+    A worker with `--outbox` calls `make_supervisor` when it starts. `roles` returns the values that `--outbox-roles`
+    accepts. It is called when the worker starts, because parts add roles when Django is set up.
     """
     if OutboxStep in app.steps["worker"]:
         return
-    app.user_options["worker"].update(_options(roles))
+    app.user_options["worker"].update(_options())
     app.steps["worker"].add(OutboxStep)
     app.conf[_CONF_KEY] = make_supervisor
+    app.conf[_ROLES_KEY] = roles
 
 
 def flush_at_end(flush: Callable[[], object]) -> None:
@@ -44,12 +46,9 @@ def flush_at_end(flush: Callable[[], object]) -> None:
     signals.worker_process_shutdown.connect(lambda **_: flush(), weak=False, dispatch_uid="outbox.flush")
 
 
-def _options(known: Sequence[str]) -> list[click.Option]:
+def _options() -> list[click.Option]:
     def parse(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
-        asked = [role.strip() for role in value.split(",") if role.strip()]
-        if unknown := [role for role in asked if role not in known]:
-            raise click.BadParameter(f"there is no role {', '.join(unknown)}; choose from {', '.join(known)}.")
-        return asked
+        return [role.strip() for role in value.split(",") if role.strip()]
 
     return [
         click.Option(["--outbox"], is_flag=True, help="Supervise the processes of outbox."),
@@ -57,7 +56,7 @@ def _options(known: Sequence[str]) -> list[click.Option]:
             ["--outbox-roles"],
             default="",
             callback=parse,
-            help=f"Start only these roles (separated by commas): {', '.join(known)}. Implies --outbox.",
+            help="Start only these roles (separated by commas), for example broker,check. Implies --outbox.",
         ),
     ]
 
@@ -70,6 +69,9 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, worker: Any, outbox: bool = False, outbox_roles: Sequence[str] = (), **options: Any) -> None:
         super().__init__(worker, **options)
         _refuse_pool(worker)
+        known = worker.app.conf[_ROLES_KEY]()
+        if unknown := [role for role in outbox_roles if role not in known]:
+            raise click.UsageError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known)}.")
         self.enabled = outbox or bool(outbox_roles)
         self.roles = outbox_roles
         self.supervisor: Supervisor | None = None

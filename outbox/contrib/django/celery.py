@@ -16,7 +16,7 @@ from outbox.broker.celery.tasks import record_what_waits
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.publishing.celery_tasks import TransactionalTask, subscriber_task
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.roles import Role, supervisor
+from outbox.contrib.django.worker.roles import known_roles, supervisor
 
 __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 
@@ -29,7 +29,7 @@ def setup(app: Any) -> None:
     The tasks and the schedule are added when Celery finalises the app, because a Celery module may be imported before
     Django is set up. If the app is already finalised, the tasks and the schedule are added at once.
     """
-    bootstep.install(app, supervisor, roles=list(Role))
+    bootstep.install(app, supervisor, roles=known_roles)
     bootstep.flush_at_end(flush)
     record_what_waits(app)
     beat.install(app, passes)

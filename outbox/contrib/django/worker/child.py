@@ -16,6 +16,7 @@ from typing import Final
 
 import django
 
+from outbox import hooks
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.groups.members import ProcessRequest
@@ -31,7 +32,7 @@ from outbox.broker.supervisor import (
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.relaying import run_relay_role
-from outbox.contrib.django.worker.roles import SHARED_LEAD, Role
+from outbox.contrib.django.worker.roles import SHARED_LEAD, Role, known_roles
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
     run_broker_role,
@@ -39,7 +40,7 @@ from outbox.contrib.django.worker.workers import (
     run_consumer_role,
     run_monitor_role,
 )
-from outbox.errors import HandlersHung, OutboxError
+from outbox.errors import ConfigurationError, HandlersHung, OutboxError
 from outbox.utils.safe_text import printable
 
 # If handlers hang, the process is killed after this number of seconds.
@@ -53,7 +54,8 @@ logger = logging.getLogger("outbox.contrib.django.worker.child")
 def main(arguments: list[str] | None = None) -> int:
     """Set up Django and run the roles. DJANGO_SETTINGS_MODULE names the settings."""
     parser = argparse.ArgumentParser(prog="python -m outbox.contrib.django.worker.child", description=__doc__)
-    parser.add_argument("roles", nargs="+", choices=list(Role), metavar="ROLE", help=", ".join(Role))
+    # Parts add their roles when Django is set up.
+    parser.add_argument("roles", nargs="+", metavar="ROLE", help=", ".join(Role))
     parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
     parser.add_argument(
         SHARED_LEAD,
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="the consumer process is the leader, and the broker process of the worker is the standby",
     )
     options = parser.parse_args(arguments)
-    if len(options.roles) > 1 and {Role.CONSUMER, Role.RELAY, Role.MONITOR} & set(options.roles):
+    if len(options.roles) > 1 and not {Role.BROKER, Role.CHECK} >= set(options.roles):
         parser.error("only the roles broker and check can run in one process: start one process for each other role")
     name = "+".join(options.roles)
     # As after SIGTERM, the running calls have DRAIN_SECONDS to end.
@@ -102,6 +104,8 @@ def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[s
 
     `shared_lead` is True if the option `SHARED_LEAD` was given.
     """
+    if unknown := [role for role in roles if role not in known_roles()]:
+        raise ConfigurationError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known_roles())}.")
     name = " and ".join(roles)
     logger.info("%s starts", name)
     with signals.working(roles):
@@ -110,7 +114,9 @@ def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[s
 
 
 def _run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool) -> None:
-    if Role.CONSUMER in roles:
+    if roles[0] in hooks.roles:
+        hooks.resolved(hooks.roles[roles[0]].run)(stop, groups)
+    elif Role.CONSUMER in roles:
         tune_garbage_collector()
         run_consumer_role(stop, groups=groups, leads=shared_lead)
     elif Role.RELAY in roles:

@@ -17,7 +17,6 @@ from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.operations.endpoints import ForwardEndpoints
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
-from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.workers import wait_for_erasures
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
@@ -32,7 +31,7 @@ _PURPOSE: Final = (
 )
 
 
-def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
+def run_forward(stop: threading.Event, groups: Sequence[str] = ()) -> None:
     """Forward the messages of the given groups until `stop` is set, then finish the sends in progress.
 
     By default the function forwards the messages of all groups. While a database does not answer, the function waits.
@@ -41,7 +40,7 @@ def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     the list of erasures cannot be read.
     """
     refuse_processes_in_tests()
-    with probes.alone("forward"), forwarding(groups=groups, stop=stop) as consumers:
+    with forwarding(groups=groups, stop=stop) as consumers:
         consumers.run(stop)
 
 
@@ -49,6 +48,12 @@ def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
     """Send the messages that are queued now. Raises the errors of `run_forward`, and those of the databases."""
     with forwarding(groups=groups) as consumers:
         return consumers.run_once()
+
+
+def forward_and_say(groups: Sequence[str]) -> str:
+    """Do what `forward_once` does, and return the counts as a text."""
+    sent = forward_once(groups=groups)
+    return f"{sent.handled} messages forwarded, {sent.failed} attempts failed"
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _PURPOSE: Final = (
 )
 
 
-def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
+def run_receive(stop: threading.Event, names: Sequence[str] = ()) -> None:
     """Store the foreign messages of the given entries (by default all entries) until `stop` is set.
 
     If the receiver of one entry fails, all receivers end. Raises the error of the entry that failed.
@@ -51,7 +51,7 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
             failed.append(error)
             stop.set()
 
-    with probes.alone("receive"), receiving(names) as receivers:
+    with receiving(names) as receivers:
         rounds = {name: ReceiverHeartbeat(name) for name in receivers}
         threads = [
             threading.Thread(target=receive, args=[one, rounds[name]], name=f"receive-{name}")
@@ -115,6 +115,12 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
                 total.stored += done.stored
                 total.put_aside += done.put_aside
     return total
+
+
+def receive_and_say(names: Sequence[str]) -> str:
+    """Do what `receive_once` does, and return the counts as a text."""
+    received = receive_once(names=names)
+    return f"{received.stored} messages stored, {received.put_aside} put into the poison topic"
 
 
 @contextlib.contextmanager

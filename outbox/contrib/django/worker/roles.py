@@ -32,7 +32,7 @@ SUFFIX: Final = ".heartbeat"
 
 
 class Role(StrEnum):
-    """The role of a process in a worker."""
+    """The role of a process in a worker. Parts add further roles (`hooks.add_role`)."""
 
     BROKER = "broker"
     """The process sequences messages and runs retention, while it holds the leader's lease."""
@@ -44,6 +44,11 @@ class Role(StrEnum):
     """Sends the messages of the table outbox_relay to RocketMQ."""
     MONITOR = "monitor"
     """Answers the requests at HEALTH_ADDRESS."""
+
+
+def known_roles() -> list[str]:
+    """Return the names of all roles, of the core and of parts."""
+    return [*Role, *hooks.roles]
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
@@ -64,30 +69,34 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     """Return the processes that run `roles`.
 
-    By default a worker runs all roles, but no consumers in a project without subscribers, and no relay if no topic
-    needs it.
+    By default a worker runs all roles, but no consumers in a project without subscribers, no relay if no topic needs
+    it, and of the roles of parts those that are needed.
 
     One process runs the roles broker and check. OUTBOX['CONSUMER_PROCESSES'] processes run consumers. A worker's only
     consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
     """
     refuse_processes_in_tests()
     settings = get_settings()
-    wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
+    if unknown := [role for role in roles if role not in known_roles()]:
+        raise ConfigurationError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known_roles())}.")
+    needed = [name for name, one in hooks.roles.items() if one.is_needed and hooks.resolved(one.is_needed)()]
+    wanted = set(roles) or {*Role, *needed} - {Role.MONITOR}
     engine = engine_of(settings)
     if not roles and not engine.has_broker_process:
         wanted.discard(Role.BROKER)
     if not roles and not engine.needs_relay():
         wanted.discard(Role.RELAY)
-    processes: dict[str, list[Role]] = {}
+    processes: dict[str, list[str]] = {}
     if Role.BROKER in wanted or Role.CHECK in wanted:
         together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
-        processes[together[0]] = together
+        processes[together[0]] = [*together]
     if Role.CONSUMER in wanted and (roles or _has_subscribers()):
         required_subscriptions()
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
     if Role.RELAY in wanted:
         processes["relay"] = [Role.RELAY]
+    processes.update((name, [name]) for name in hooks.roles if name in wanted)
     left = prepare_health_files(processes)
     options = [SHARED_LEAD] if _shares_lead(processes) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
@@ -96,7 +105,7 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     return specs
 
 
-def _shares_lead(processes: Mapping[str, Sequence[Role]]) -> bool:
+def _shares_lead(processes: Mapping[str, Sequence[str]]) -> bool:
     consumers = [name for name, roles in processes.items() if Role.CONSUMER in roles]
     return len(consumers) == 1 and Role.BROKER in processes
 

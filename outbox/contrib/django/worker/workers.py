@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from django.db import OperationalError, close_old_connections, connections
 
+from outbox import hooks
 from outbox.broker import process_log
 from outbox.broker.database.notify import RECONNECT
 from outbox.broker.leading import LeaderSettings
@@ -228,8 +229,10 @@ def _by_itself(name: str, role: Callable[[], None]) -> None:
         role()
 
 
+RunRole = Callable[[threading.Event, Sequence[str]], None]
+
 # The functions of `outbox_worker --role`, by role. Each function gets the stop event and the group names.
-ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
+_ROLES: Final[Mapping[str, RunRole]] = {
     "all": lambda stop, groups: run_all(stop),
     Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
     Role.CONSUMER: lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
@@ -237,3 +240,12 @@ ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     Role.RELAY: lambda stop, groups: _by_itself("relay", lambda: run_relay_role(stop)),
     Role.MONITOR: lambda stop, groups: run_monitor_role(stop),
 }
+
+
+def roles_by_name() -> Mapping[str, RunRole]:
+    """Return the function of each role, of the core and of parts. It gets the stop event and the names for the role."""
+
+    def of_part(name: str, role: hooks.Role) -> RunRole:
+        return lambda stop, names: _by_itself(name, lambda: hooks.resolved(role.run)(stop, names))
+
+    return {**_ROLES, **{name: of_part(name, role) for name, role in hooks.roles.items()}}

@@ -1,16 +1,17 @@
-"""`manage.py outbox_worker`: runs the broker, the consumers, check-back, forwarding and receiving, without Celery."""
+"""`manage.py outbox_worker`: runs the broker, the consumers, check-back and the roles of parts, without Celery."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox import hooks
 from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
@@ -19,53 +20,41 @@ from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
-from outbox.contrib.django.worker.forwarding import forward_once, run_forward
-from outbox.contrib.django.worker.receiving import receive_once, run_receive
-from outbox.contrib.django.worker.workers import ROLES
+from outbox.contrib.django.worker.workers import roles_by_name
 from outbox.errors import HandlersHung
 
-_FORWARD, _RECEIVE = "forward", "receive"
-# The role `all` does not include the roles `forward` and `receive`. These two roles need credentials for other systems,
-# so an operator starts each of them on a host that has the credentials.
-_ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
-    **ROLES,
-    _FORWARD: lambda stop, names: run_forward(stop, groups=names),
-    _RECEIVE: lambda stop, names: run_receive(stop, names=names),
-}
 _HUNG_SECONDS: Final = 5.0
 
 
 class Command(OperatorCommand):
     """Parses the arguments, then runs one role until SIGTERM or SIGINT, or does the due work once and ends."""
 
-    help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run the role forward or receive."
+    help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run one role."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
             "--role",
-            choices=sorted(_ROLES),
+            choices=sorted(roles_by_name()),
             default="all",
-            help="all (default): start and supervise one process for the roles broker and check, and the consumer "
-            "processes; forward: send messages as OUTBOX['FORWARD'] declares; receive: store foreign messages as "
-            "OUTBOX['RECEIVE'] declares",
+            help="; ".join(
+                [
+                    "all (default): start and supervise one process for the roles broker and check, and the consumer "
+                    "processes",
+                    *(f"{name}: {role.help}" for name, role in hooks.roles.items()),
+                ]
+            ),
         )
-        parser.add_argument(
-            "--group",
-            action="append",
-            default=[],
-            help="roles consumer and forward: work only for this group (repeatable)",
-        )
-        parser.add_argument(
-            "--receiver",
-            action="append",
-            default=[],
-            help="role receive: use only this entry of OUTBOX['RECEIVE'] (repeatable)",
-        )
+        for option, roles in _limited_roles().items():
+            parser.add_argument(
+                f"--{option}",
+                action="append",
+                default=[],
+                help=f"only with --role {' or '.join(roles)}: work only for this {option} (repeatable)",
+            )
         parser.add_argument(
             "--drain",
             action="store_true",
-            help="do all work that is due now in this process, then end; the role receive ends after two seconds "
-            "without a new message",
+            help="do all work that is due now in this process, then end",
         )
         parser.add_argument(
             "--until-drained",
@@ -90,7 +79,7 @@ class Command(OperatorCommand):
             self._drain(options)
             return
         role = options["role"]
-        write_log(role if role in (_FORWARD, _RECEIVE) else "worker")
+        write_log(role if role in hooks.roles else "worker")
         # The role `all` starts processes that read the requests of operators themselves.
         stop = StopEvent(lambda: end_within(get_settings().drain_seconds, HUNG_EXIT_CODE))
         before = stop_on_signals(stop)
@@ -100,7 +89,7 @@ class Command(OperatorCommand):
             else:
                 # The supervisor of the role `all` does no work of its own: each of its processes sends its signals.
                 with nullcontext() if role == "all" else signals.working([role]):
-                    _ROLES[role](stop, options["receiver" if role == _RECEIVE else "group"])
+                    roles_by_name()[role](stop, _names(options))
         except HandlersHung:
             end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
             raise
@@ -111,12 +100,9 @@ class Command(OperatorCommand):
                 signal.signal(number, handler)
 
     def _drain(self, options: Mapping[str, Any]) -> None:
-        if options["role"] == _FORWARD:
-            sent = forward_once(groups=options["group"])
-            self.say(f"{sent.handled} messages forwarded, {sent.failed} attempts failed")
-        elif options["role"] == _RECEIVE:
-            received = receive_once(names=options["receiver"])
-            self.say(f"{received.stored} messages stored, {received.put_aside} put into the poison topic")
+        role = hooks.roles.get(options["role"])
+        if role is not None and role.drain is not None:
+            self.say(hooks.resolved(role.drain)(_names(options)))
         else:
             counts = drain_after_others()
             self.say(f"messages queued: {counts.queued}, deliveries handled: {counts.handled}")
@@ -132,17 +118,29 @@ class Command(OperatorCommand):
         self.say("nothing is left on the broker")
 
 
+def _limited_roles() -> Mapping[str, Sequence[str]]:
+    """Return the options that limit a role to some names, each with the roles that have it."""
+    found = {"group": ["consumer"]}
+    for name, role in hooks.roles.items():
+        if role.option is not None:
+            found.setdefault(role.option, []).append(name)
+    return found
+
+
+def _names(options: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names that the role is limited to. None: all."""
+    of_role = (option for option, roles in _limited_roles().items() if options["role"] in roles)
+    return next((options[option] for option in of_role), [])
+
+
 def _refuse(options: Mapping[str, Any]) -> None:
     """Raise CommandError if the command got options that cannot be used together."""
     role, drains = options["role"], options["drain"]
-    elsewhere = role in (_FORWARD, _RECEIVE)
-    if options["group"] and (role not in ("consumer", _FORWARD) or options["until_drained"]):
-        raise CommandError("--group needs --role consumer or forward: only these two roles can be limited to groups.")
-    if options["group"] and drains and role != _FORWARD:
-        raise CommandError("--drain with --group needs --role forward.")
-    if options["receiver"] and role != _RECEIVE:
-        raise CommandError("--receiver needs --role receive.")
-    if (options["until_drained"] and role != "all") or (drains and role != "all" and not elsewhere):
+    for option, roles in _limited_roles().items():
+        if options[option] and (role not in roles or options["until_drained"]):
+            raise CommandError(f"--{option} needs --role {' or '.join(roles)}: no other role can be limited so.")
+    drains_itself = role in hooks.roles and hooks.roles[role].drain is not None
+    if (options["until_drained"] and role != "all") or (drains and role != "all" and not drains_itself):
         option = "--drain" if drains else "--until-drained"
         raise CommandError(f"{option} does the work of all roles: leave --role out.")
     if drains and options["until_drained"]:
