@@ -30,9 +30,9 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
-from outbox.contrib.sinks.sink import Outgoing, Sink
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.forwarding.sinks.sink import Outgoing, Sink
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 
@@ -59,7 +59,7 @@ class Acknowledging:
 
 def sinks(port: int) -> Iterator[tuple[str, Callable[[], Sink]]]:
     """Those that are here, by name."""
-    from outbox.contrib.sinks.webhook import WebhookSink
+    from outbox.contrib.forwarding.sinks.webhook import WebhookSink
 
     yield "acknowledges only", Acknowledging
     url = f"http://127.0.0.1:{port}/"
@@ -68,13 +68,13 @@ def sinks(port: int) -> Iterator[tuple[str, Callable[[], Sink]]]:
         if found := os.environ.get(variable):
             yield found.partition(":")[0].partition("+")[0], _kombu(found)
     if servers := os.environ.get("FORWARD_KAFKA"):
-        from outbox.contrib.sinks.kafka import KafkaSink
+        from outbox.contrib.forwarding.sinks.kafka import KafkaSink
 
         yield "kafka", lambda: KafkaSink(servers=servers)
 
 
 def _kombu(url: str) -> Callable[[], Sink]:
-    from outbox.contrib.sinks.kombu import KombuSink
+    from outbox.contrib.forwarding.sinks.kombu import KombuSink
 
     return lambda: KombuSink(url=url)
 

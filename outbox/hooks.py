@@ -137,6 +137,7 @@ class Role(NamedTuple):
     `drain`: the function `(names) -> text` of `outbox_worker --drain`. Without it, the role has no such work.
     `option`: the name of the option of `outbox_worker` that restricts the role to `names`: `group` or one of its own.
     `is_needed`: the function `() -> bool`. Without it, only a worker that is given the role starts a process for it.
+    `groups`: the function `() -> {group: {topic: is_start_given}}` about the consumer groups that the role serves.
     """
 
     help: str
@@ -144,6 +145,7 @@ class Role(NamedTuple):
     drain: str | None = None
     option: str | None = None
     is_needed: str | None = None
+    groups: str | None = None
 
 
 roles: Final[dict[str, Role]] = {}
@@ -156,7 +158,8 @@ def add_role(name: str, role: Role) -> None:
     and writes heartbeats (`outbox.utils.heartbeat`). An error ends the process, and its supervisor starts it again.
     `is_needed` is called once before `outbox_worker` or a worker of Celery starts its processes.
 
-    `drain` does the work that is due now, in the process of the command, and returns what the command says.
+    `drain` does the work that is due now, in the process of the command, and returns what the command says. `groups` is
+    called by `check` and by workers when they start: they warn of a group that is new to a topic, without a start.
     """
     roles[name] = role
 

@@ -1,8 +1,8 @@
 """The time limit of a message: the time after which no attempt to deliver the message begins.
 
 The limit counts from the time at which the message is due: the time at which the broker has stored the message, or the
-message's delivery time if that is later. The message carries its limit as a header, so that every engine and every sink
-transports it.
+message's delivery time if that is later. The message carries its limit as a header, so that the limit goes wherever the
+message goes.
 
 See decision 207.
 """

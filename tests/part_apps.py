@@ -29,4 +29,18 @@ def part_urls() -> list[str]:
 
 def _with(module: str) -> list[str]:
     [folder] = map(Path, outbox.contrib.__path__)
-    return [path.parent.name for path in sorted(folder.glob(f"*/{module}.py")) if path.parent.name != "django"]
+    there = [path.parent.name for path in sorted(folder.glob("*/apps.py")) if path.parent.name != "django"]
+    return [f"outbox.contrib.{name}" for name in there if not only or name in only]
+
+
+def command_files() -> list[Path]:
+    """Return the file of each command of the core and of the parts."""
+    [folder] = map(Path, outbox.contrib.__path__)
+    return sorted(folder.glob("*/management/commands/outbox_*.py"), key=lambda path: path.stem)
+
+
+def app_of(command: str) -> str:
+    """Return the app that has a command, for `load_command_class`. Settings must be configured."""
+    app = get_commands()[command]
+    assert isinstance(app, str)
+    return app

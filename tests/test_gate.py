@@ -113,7 +113,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / ".ci").mkdir()
     shutil.copy(TESTS.parent / ".ci" / "changed", tmp_path / ".ci")
     write(tmp_path, PORT, "def send() -> None: ...\n")
-    write(tmp_path, "outbox/contrib/sinks/kafka.py", "A = 1\n")
+    write(tmp_path, "outbox/contrib/forwarding/sinks/kafka.py", "A = 1\n")
     write(tmp_path, "outbox/broker/schema/current.sql", f"CREATE TABLE topic ();\n{VIEW}")
     write(tmp_path, "pyproject.toml", '[project.optional-dependencies]\nkafka = ["a"]\nspark = ["b"]\n')
     git(tmp_path, "init", "--quiet")
@@ -147,7 +147,7 @@ def changed(folder: Path, *arguments: str) -> str:
         (PORT, '"""Ports."""\n\ndef send() -> None:\n    """Send."""  # soon\n    ...\n', ""),
         (PORT, "def send(now: float) -> None: ...\n", "rocketmq"),
         ("outbox/rocketmq/new.py", "A = 1\n", "rocketmq"),
-        ("outbox/contrib/sinks/kafka.py", "A = 2\n", "kafka"),
+        ("outbox/contrib/forwarding/sinks/kafka.py", "A = 2\n", "kafka"),
         ("outbox/broker/schema/current.sql", f"CREATE TABLE topic (n int);\n-- A view.\n{VIEW}", ""),
         ("outbox/broker/schema/current.sql", VIEW.replace("1", "2"), "spark"),
         ("outbox/broker/groups/leases.py", "A = 1\n", ""),

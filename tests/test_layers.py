@@ -31,8 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/crash_kit": {"outbox", "django", "psycopg", "asgiref", "pytest"},
     "outbox/contrib/saga": {"outbox", "django"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
-    "outbox/contrib/unique": {"outbox", "django"},
-    "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
+    "outbox/contrib/forwarding": {"outbox", "django"},
+    "outbox/contrib/forwarding/sinks": {
+        *("outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"),
+    },
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/encryption": {"outbox", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
@@ -56,8 +58,9 @@ UPWARD = {
     "outbox/broker": ("outbox.rocketmq", "outbox.contrib"),
     "outbox/rocketmq": ("outbox.broker", "outbox.contrib"),
     "outbox/broker/celery": ("outbox.contrib",),
-    "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
-    "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
+    "outbox/contrib/forwarding/sinks": ("outbox.broker", "outbox.contrib.django"),
+    "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
+    "outbox/contrib/encryption": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.
 LEVELS = {

@@ -17,8 +17,9 @@ from django.utils.module_loading import import_string
 
 from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.settings.conf import SINKS, EngineName
+from outbox.contrib.django.settings.conf import EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
+from outbox.contrib.forwarding.settings import SINKS
 from outbox.subscription import Subscription
 from tests.django import configured
 from tests.test_conformance import functions
@@ -159,7 +160,8 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 
 def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
-    sources = [*sorted((django / "actions").glob("*.py")), *sorted((django / "repair").glob("*.py"))]
+    sources = [path for folder in (django / "actions", django / "repair") for path in sorted(folder.glob("*.py"))]
+    sources += sorted(django.parent.glob("*/actions.py"))
     declared = {}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -184,9 +186,8 @@ def test_every_action_has_its_case_and_its_button() -> None:
 
 
 def test_every_sink_has_a_short_name_and_is_on_the_page() -> None:
-    assert sorted(implementations("outbox/contrib/sinks/sink.py", "Sink", "outbox/contrib/sinks")) == sorted(
-        SINKS.values()
-    )
+    folder = "outbox/contrib/forwarding/sinks"
+    assert sorted(implementations(f"{folder}/sink.py", "Sink", folder)) == sorted(SINKS.values())
     page = (ROOT / "docs" / "forwarding.md").read_text(encoding="utf-8")
     assert [name for name in SINKS if f"`{name}`" not in page and f'"{name}"' not in page] == []
 

@@ -23,8 +23,10 @@ from outbox.contrib.django import ClaimedDelivery, publish, run_prune, subscribe
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
-from outbox.contrib.django.worker.forwarding import forward_once
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.forwarding.running import forward_once
+from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
+from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import PermanentError
 from outbox.events import declaration
 from tests.django.broker_world import World, fault

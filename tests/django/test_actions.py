@@ -34,10 +34,11 @@ from outbox.contrib.django.catalogue import ACTIONS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SubjectKey
-from outbox.contrib.django.operations.endpoints import list_endpoints
+from outbox.contrib.django.models import OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
+from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.reconciliation.models import SavedReconciliation
+from outbox.contrib.forwarding.endpoints import list_endpoints
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
@@ -47,7 +48,7 @@ from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence, undivide_inboxes
-from tests.part_apps import has
+from tests.part_apps import app_of
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "no_events")
 

@@ -16,11 +16,12 @@ from django.test import Client
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
-from outbox.contrib.django.operations.endpoints import ForwardEndpoints, enable, list_endpoints
+from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.watching import look
-from outbox.contrib.django.worker.forwarding import forward_once
-from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged
+from outbox.contrib.forwarding.endpoints import ForwardEndpoints, enable, list_endpoints
+from outbox.contrib.forwarding.models import ForwardEndpoint
+from outbox.contrib.forwarding.running import forward_once
+from outbox.contrib.forwarding.sinks.sink import EndpointGone, NotAcknowledged
 from outbox.errors import ServiceUnavailable
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias

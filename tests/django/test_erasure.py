@@ -31,7 +31,7 @@ from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import (
     DeadLetterNote,
     ErasureEntry,
-    ForwardEndpoint,
+    Finding,
     InboxEntry,
     OperatorAction,
     PastCondition,
@@ -44,8 +44,8 @@ from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.encryption import Subject, envelope
-from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
+from outbox.contrib.encryption import envelope
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.unique import Unique

@@ -33,16 +33,9 @@ from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.encryption import Subject
-from outbox.contrib.encryption.keys import create_key_table
-from outbox.contrib.encryption.models import SubjectKey
-from outbox.contrib.large_bodies import locks
-from outbox.contrib.large_bodies.objects import LargeBodyCodec, name_of
-from outbox.contrib.large_bodies.orphans import remove_orphans
-from outbox.contrib.large_bodies.reference import Reference, unread_body
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs
-from outbox.contrib.sinks.sink import Outgoing
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs
+from outbox.contrib.forwarding.sinks.sink import Outgoing
 from outbox.contrib.sources.source import Incoming, convert
 from outbox.errors import (
     BodyTooLarge,

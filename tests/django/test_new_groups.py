@@ -14,8 +14,8 @@ from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.subscribers import registry
-from outbox.contrib.django.worker.forwarding import forwarding
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.forwarding.running import forwarding
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")

@@ -13,7 +13,7 @@ from django.core.management import CommandError, load_command_class
 
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.engine.operator_table import COMMANDS, METRICS, PAGES, refused_command, refused_page
-from tests.part_apps import has
+from tests.part_apps import app_of, command_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "rocketmq-operations.md"

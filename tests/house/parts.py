@@ -78,13 +78,8 @@ PARTS: Final = (
     Part(
         "forwarding",
         r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
-        (
-            "contrib/sinks/",
-            f"{_DJANGO}/worker/forwarding.py",
-            f"{_DJANGO}/operations/endpoints.py",
-            f"{_DJANGO}/actions/endpoints.py",
-            f"{_DJANGO}/management/commands/outbox_endpoint.py",
-        ),
+        ("contrib/forwarding/",),
+        tests=(*("django/test_endpoints.py", "django/test_forward.py", "sinks/"),),
     ),
     Part(
         "large bodies",

@@ -23,9 +23,7 @@ import outbox.contrib.django as django_side
 from outbox import errors
 from outbox.contrib.console.urls import PAGES
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
-from outbox.contrib.django.urls import urlpatterns
-from outbox.contrib.prometheus.urls import urlpatterns as of_prometheus
+from outbox.contrib.django.settings.conf import TopicOptions
 from tests.house.parts import ROOT
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files

@@ -21,14 +21,14 @@ from outbox.broker.operations.conditions import Concern, Threshold
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
-    DeclaredForward,
+    DeclaredLargeBodies,
     DeclaredReceive,
     DeclaredSchedule,
     OutboxSettings,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
-from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
+from outbox.contrib.forwarding.settings import DeclaredForward
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 from sample_project.settings import *  # noqa: F403
+from sample_project.settings import INSTALLED_APPS as SAMPLE_APPS
 from sample_project.settings import OUTBOX as SAMPLE
 
+INSTALLED_APPS = [*SAMPLE_APPS, "outbox.contrib.forwarding"]
 OUTBOX = SAMPLE | {
     "FORWARD": {
         "partner": {

@@ -12,8 +12,8 @@ from django.utils.module_loading import import_string
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.supervisor import stop_on_signals
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs, subscription
 
 
 def main() -> None:

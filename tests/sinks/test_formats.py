@@ -10,8 +10,8 @@ import pytest
 from cloudevents.core.bindings import http, kafka, rabbitmq
 from cloudevents.core.formats.json import JSONFormat
 
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.sink import Outgoing
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.sink import Outgoing
 from outbox.errors import ConfigurationError
 from tests.sinks.support import delivery
 

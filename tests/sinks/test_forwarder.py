@@ -9,9 +9,9 @@ from uuid import UUID
 import pytest
 
 from outbox.broker.operations.rules import survey
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
-from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected
 from outbox.errors import LeaseLost, PartialFailure, ServiceUnavailable
 from outbox.message import Delivery, Message
 from outbox.utils import fence

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, Message
 
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.kafka import KafkaSink
-from outbox.contrib.sinks.sink import NotAcknowledged, Rejected
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.kafka import KafkaSink
+from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Rejected
 from outbox.contrib.sources.kafka import KafkaSource
 from outbox.contrib.sources.receiver import Received, Receiver
 from outbox.errors import ConfigurationError, ServiceUnavailable
@@ -27,7 +27,7 @@ from tests.sinks.support import GROUP, assert_all_in_order, delivery
 from tests.support import eventually
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
-SINK = "outbox.contrib.sinks.kafka.KafkaSink"
+SINK = "outbox.contrib.forwarding.sinks.kafka.KafkaSink"
 PLAIN = format_named("plain", binding="kafka")
 _numbers = itertools.count()
 

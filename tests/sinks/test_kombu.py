@@ -15,10 +15,10 @@ from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder
-from outbox.contrib.sinks.kombu import KombuSink
-from outbox.contrib.sinks.sink import NotAcknowledged, Rejected
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder
+from outbox.contrib.forwarding.sinks.kombu import KombuSink
+from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Rejected
 from outbox.errors import ConfigurationError, PartialFailure, ServiceUnavailable
 from outbox.message import Message as Sent
 from tests.broker.bench import ConsumptionBench, keyed
@@ -27,7 +27,7 @@ from tests.sinks.conftest import Spawn
 from tests.sinks.support import GROUP, assert_all_in_order, delivery
 from tests.support import eventually
 
-SINK = "outbox.contrib.sinks.kombu.KombuSink"
+SINK = "outbox.contrib.forwarding.sinks.kombu.KombuSink"
 PLAIN = format_named("plain", binding="amqp")
 _numbers = itertools.count()
 

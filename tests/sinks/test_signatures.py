@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outbox.contrib.sinks.signatures import InvalidSignature, key_pair, secret_bytes, sign, signer, verify
+from outbox.contrib.forwarding.sinks.signatures import InvalidSignature, key_pair, secret_bytes, sign, signer, verify
 from outbox.errors import ConfigurationError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "webhooks.md"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.signatures import key_pair, verify
-from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected
-from outbox.contrib.sinks.webhook import TIMEOUT_SECONDS, WebhookSink, is_public, retry_after_seconds
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.signatures import key_pair, verify
+from outbox.contrib.forwarding.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected
+from outbox.contrib.forwarding.sinks.webhook import TIMEOUT_SECONDS, WebhookSink, is_public, retry_after_seconds
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from tests.servers import free_ports
 from tests.sinks.receiver import SECRET, Answer, Request, keeping, serving

@@ -16,7 +16,7 @@ from tests.sinks.receiver import SECRET
 from tests.sinks.support import GROUP, assert_all_in_order, lines
 from tests.support import eventually
 
-SINK = "outbox.contrib.sinks.webhook.WebhookSink"
+SINK = "outbox.contrib.forwarding.sinks.webhook.WebhookSink"
 OPTIONS = {"secrets": [SECRET], "allow_private": True, "allow_http": True, "timeout_seconds": 5}
 
 

@@ -826,8 +826,7 @@ def hung_handlers(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="A subscription pauses, because its handlers fail one after another with the same error. Probably a "
     "service that the handlers need is down.",
-    next_step="Restore the service that the error names: the group then resumes by itself. A disabled endpoint must "
-    "also be enabled.",
+    next_step="Restore the service that the error names: the group then resumes by itself.",
     concern=Concern.PASSING,
 )
 def outage(state: BrokerState) -> Iterable[Judged]:

@@ -46,17 +46,6 @@ class OutboxConfig(AppConfig):
 
 
 def _add_roles() -> None:
-    # No worker starts these roles by itself: they need credentials for other systems, so an operator starts each of
-    # them on a host that has the credentials.
-    hooks.add_role(
-        "forward",
-        hooks.Role(
-            "send messages as OUTBOX['FORWARD'] declares",
-            run="outbox.contrib.django.worker.forwarding.run_forward",
-            drain="outbox.contrib.django.worker.forwarding.forward_and_say",
-            option="group",
-        ),
-    )
     hooks.add_role(
         "receive",
         hooks.Role(

@@ -12,7 +12,6 @@ from typing import Final
 
 from outbox import hooks
 from outbox.contrib.django.actions import (
-    endpoints,
     erasing,
     groups,
     limits,
@@ -33,7 +32,7 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, schedules, endpoints, receiving, relay, rocketmq, erasing)
+_PARTS: Final = (limits, schedules, receiving, relay, rocketmq, erasing, repair)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

@@ -27,9 +27,9 @@ from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
+from outbox.contrib.django.models import Finding, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.reconciliation.models import Finding
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.given_conditions import give

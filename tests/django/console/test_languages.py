@@ -13,7 +13,8 @@ from django.test import Client
 from django.test.utils import override_settings
 from django.utils import translation
 
-from outbox.contrib.django.models import ForwardEndpoint, PastCondition, RaisedCondition
+from outbox.contrib.django.models import PastCondition, RaisedCondition
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.console.support import Site
 from tests.django.console.test_hostile_values import crowd

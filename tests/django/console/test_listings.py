@@ -17,7 +17,7 @@ from django.utils.html import strip_tags
 from outbox.contrib.django.actions import cells
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Listing
 from outbox.contrib.django.catalogue import LISTINGS
-from outbox.contrib.django.models import ForwardEndpoint
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.operators import bury, working
 

@@ -13,10 +13,11 @@ from django.urls import reverse
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, duration
+from outbox.broker.operations.conditions import Condition, Counted, duration
 from outbox.broker.operations.limits import SubscriptionLimits, list_limits
 from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes, list_retry_errors
 from outbox.broker.operations.progress import QueueProgress, list_queues
+from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, reading, required, text
@@ -28,7 +29,13 @@ from outbox.contrib.django.actions.cells import badge, group_link, link, retried
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.limits import present_limits
 from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
-from outbox.contrib.django.operations.endpoints import list_endpoints
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import reading, required, text
+from outbox.contrib.django.console.cards import ConditionCard, Tile, aged, cards, tone_of
+from outbox.contrib.django.console.rendering import render, sliced
+from outbox.contrib.django.console.signs import read_signs
+from outbox.contrib.django.console.tabs import chosen_span, span_tabs
+from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
 
@@ -46,13 +53,14 @@ class GroupRow:
 
 
 def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
-    found = summary.overview(run, summary.read(run))
+    counted = summary.read(run)
+    found = summary.overview(run, counted)
     waiting: dict[str, set[str]] = {}
     for limits in list_limits(run):
         if limits.waiting_for:
             waiting.setdefault(limits.group, set()).add(limits.waiting_for)
     with asked.application():
-        disabled = {one.group for one in list_endpoints() if one.disabled_at is not None}
+        disabled = _disabled(BrokerState(run, counted))
     rows = [
         GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ()))))
         for one in found.groups
@@ -62,6 +70,13 @@ def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
         # Otherwise the order is by name, so that a refresh moves no row under the pointer.
         rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
     return rows
+
+
+def _disabled(state: BrokerState) -> set[object]:
+    """The groups whose endpoint is disabled. A part has the condition that names them."""
+    declared = application_conditions().get("endpoint_disabled")
+    found = declared.rule(state) if declared and declared.rule else ()
+    return {fact["group"] for _, fact in (found.judged if isinstance(found, Counted) else found)}
 
 
 def _counted(run: Executor, asked: Asked, rows: Sequence[object]) -> Mapping[str, object]:
@@ -161,8 +176,6 @@ def group(request: HttpRequest) -> HttpResponse:
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
         retrying = list_retry_errors(run, name) if rest is None or rest.retrying else []
-    with application():
-        is_disabled = any(one.group == name and one.disabled_at is not None for one in list_endpoints())
     figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
     found_cards = cards(found.verdict.conditions, group=name)
     context = {
@@ -187,7 +200,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
         "more_consumers": len(consumers) > _CONSUMERS,
-        "queues": [(one, list(_holding(one, now, limits, found_cards, is_disabled=is_disabled))) for one in queues],
+        "queues": [(one, list(_holding(one, now, limits, found_cards))) for one in queues],
         "topic": topic,
         "limits": limits,
         "present_limits": present_limits(limits) if limits else {},
@@ -203,6 +216,7 @@ _HOLDING: Final = {
     "outage": "outage of a service",
     "unknown_version": "needs newer code",
     "hung_handlers": "handler hangs",
+    "endpoint_disabled": "endpoint disabled",
 }
 
 
@@ -211,14 +225,10 @@ def _holding(
     group: Group,
     limits: SubscriptionLimits | None,
     cards: Sequence[ConditionCard],
-    *,
-    is_disabled: bool,
 ) -> Iterator[str]:
     """Why the messages of a queue wait, apart from an error of its next message."""
     if group.paused:
         yield "group paused"
-    if is_disabled:
-        yield "endpoint disabled"
     if not queue.lag:
         return
     if limits is not None and limits.waiting_for:

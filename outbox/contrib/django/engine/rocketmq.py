@@ -16,7 +16,7 @@ from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import relay_rows
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
-from outbox.contrib.django.settings.conf import refused_settings_of_parts
+from outbox.contrib.django.settings.conf import refused_elsewhere
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
@@ -98,14 +98,7 @@ class RocketMQEngine(Engine):
             declared_topic = settings.topics.get(item.subscription.topic)
             topic = None if declared_topic is None else declared_topic.topic
             yield from self.refusals.of_subscription(item.subscription, topic, inbox=item.idempotent)
-        if settings.forward:
-            yield (
-                f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_worker --role forward "
-                f"reads the bundled broker only, because a failing message on RocketMQ holds back its whole queue "
-                f"and not only its key. Keep the topics on PostgreSQL, run outbox_worker --role forward with settings "
-                f"whose BROKER is the alias of this PostgreSQL database, and declare FORWARD in these settings only; "
-                f"or let a @subscriber send the messages."
-            )
+        yield from refused_elsewhere(self.refusals.engine)
         if settings.receive:
             yield (
                 f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive "

@@ -404,11 +404,10 @@ def new_groups(run: Executor) -> list[Condition]:
         for item in known
         if not (item.names_start or item.subscription.broadcast)
     ]
-    forwarded = get_settings().forward
-    wanted += [
-        (group, topic) for group, declared in forwarded.items() if declared.start is None for topic in declared.topics
-    ]
-    of_project = {*(item.subscription.group for item in known), *forwarded}
+    groups = [hooks.resolved(role.groups)() for role in hooks.roles.values() if role.groups is not None]
+    of_roles: dict[str, Mapping[str, bool]] = {name: topics for found in groups for name, topics in found.items()}
+    wanted += [(name, topic) for name, topics in of_roles.items() for topic, is_given in topics.items() if not is_given]
+    of_project = {*(item.subscription.group for item in known), *of_roles}
     return [_said(one, of_project) for one in newcomers(run, wanted)]
 
 

@@ -30,7 +30,7 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
     DeadLetterNote,
     ErasureEntry,
-    ForwardEndpoint,
+    Finding,
     OperatorAction,
     PastCondition,
     RaisedCondition,
@@ -222,14 +222,27 @@ def _steps(rows: Rows, scope: Scope) -> int:
     return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
 
 
-def _endpoints(rows: Rows, scope: Scope) -> int:
-    """Erase the last errors of the endpoints to which the topic is forwarded: such an error does not name a message."""
-    groups = {name for name, one in get_settings().forward.items() if scope.topic in one.topics}
-    return saved(
-        rows.exclude(last_error="").exclude(last_error=ERASED_TEXT),
-        lambda row: row.group in groups or scope.mentions(row.last_error),
-        lambda row: {"last_error": ERASED_TEXT},
-    )
+def _unique_keys(rows: Rows, scope: Scope) -> int:
+    """Delete the rows: a unique key is chosen by the application, so it may be personal."""
+    return rows.filter(message_id__in=scope.message_ids).delete()[0]
+
+
+def _findings(rows: Rows, scope: Scope) -> int:
+    ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
+    names = ("detail", "row", "body")
+
+    def is_about(row: Any) -> bool:
+        linked = row.message_id in ids or row.transaction_id in ids or (scope.key is not None and row.key == scope.key)
+        texts = " ".join([*(getattr(row, name) for name in (*names, "key")), json.dumps(row.step, ensure_ascii=False)])
+        done = row.step is None and all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
+        return (linked and not (done and (scope.replacement is None or row.key != scope.key))) or scope.mentions(texts)
+
+    def erased(row: Any) -> dict[str, str | None]:
+        key = scope.replacement if scope.replacement and row.key == scope.key else scope.cleaned(row.key)
+        # The step of the repair plan quotes the message.
+        return {"key": key, "step": None} | {name: ERASED_TEXT for name in names if getattr(row, name)}
+
+    return saved(rows, is_about, erased)
 
 
 def _conditions(rows: Rows, scope: Scope) -> int:
@@ -285,7 +298,8 @@ def _audit(rows: Rows, scope: Scope) -> int:
 # outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
-    ForwardEndpoint: _endpoints,
+    UniqueKey: _unique_keys,
+    Finding: _findings,
     RaisedCondition: _conditions,
     PastCondition: _conditions,
     DeadLetterNote: _dead_letter_notes,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _OWN = (
     "outbox.contrib.django.operations.claimed_messages",
-    "outbox.contrib.django.operations.endpoints",
+    "outbox.contrib.django.operations.findings",
 )
 
 

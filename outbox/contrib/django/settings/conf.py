@@ -7,8 +7,8 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive` and `DeclaredSchedule`, and those of THRESHOLDS are
-names of declared thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
+fields of `TopicOptions`, `DeclaredReceive` and `DeclaredSchedule`, and those of THRESHOLDS are names of declared
+thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
 `python -m tests.house.tables`, which writes the tables in the documents.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
@@ -62,10 +62,9 @@ from outbox.contrib.django.settings.definition import (
     whole,
     wrong,
 )
-from outbox.contrib.sinks import formats
-from outbox.errors import ConfigurationError, InvalidFilter, InvalidName
-from outbox.filters.filter import parse_filter
-from outbox.subscription import DEFAULT_THREADS, Start
+from outbox.errors import ConfigurationError, InvalidName
+from outbox.names import MAX_BODY_BYTES
+from outbox.subscription import DEFAULT_THREADS
 from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
 
@@ -164,97 +163,6 @@ def _topic(where: str, name: str, given: object) -> DeclaredTopic:
     except (ConfigurationError, InvalidName) as error:
         raise ConfigurationError(f"{where}: {error}") from error
     return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
-
-
-# -- OUTBOX["FORWARD"][group] ----------------------------------------------------------------------
-
-SINKS: Final[Mapping[str, str]] = {
-    "webhook": "outbox.contrib.sinks.webhook.WebhookSink",
-    "kombu": "outbox.contrib.sinks.kombu.KombuSink",
-    "kafka": "outbox.contrib.sinks.kafka.KafkaSink",
-}
-BLOCK: Final = "block"
-DEAD_LETTER: Final = "dead_letter"
-
-
-def _names_there(where: str, value: Any) -> Mapping[str, str]:
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
-        return {name: name for name in value}
-    if isinstance(value, Mapping) and value and all(isinstance(name, str) for pair in value.items() for name in pair):
-        return dict(value)
-    raise wrong(where, value, "a list of topics, or a dictionary {topic: name of the topic at the receiver}")
-
-
-def _filter(where: str, value: Any) -> str:
-    try:
-        parse_filter(any_text.check(where, value))
-    except InvalidFilter as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-    return str(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredForward:
-    """One entry of FORWARD. `topics` maps the topic names of this broker to the topic names at the sink."""
-
-    topics: Mapping[str, str] = required(
-        Rule("`[topic]` or `{topic: name}`", _names_there),
-        meaning="the topics whose messages are sent; a dictionary also gives the name of each topic at the receiver",
-    )
-    sink: str = required(
-        named_or_path(SINKS),
-        meaning="where the messages go: a built-in sink, or the dotted path of [your class](#a-sink-of-your-own)",
-    )
-    options: Mapping[str, Any] = setting(
-        {}, keywords, secret=True, meaning="the options of the sink; the section about the sink lists them"
-    )
-    filter: str = setting(
-        "",
-        Rule("filter", _filter),
-        shown="all",
-        meaning='sends only messages with one of these tags (`"paid \\|\\| refunded"`) or, after `sql:`, only messages '
-        "whose headers match the expression",
-    )
-    format: str = setting(
-        formats.PLAIN,
-        one_of(*formats.NAMES),
-        meaning="[format](#formats) of body and metadata; CloudEvents need the extra `cloudevents`",
-    )
-    source: str = setting(
-        "",
-        text("URI reference"),
-        meaning="the attribute `source` of CloudEvents, which names the publisher, like `/shops/orders`",
-    )
-    on_rejected: str = setting(
-        BLOCK,
-        one_of(
-            BLOCK,
-            DEAD_LETTER,
-            because="'block' (later messages of its key wait) or 'dead_letter' (later messages are sent)",
-        ),
-        meaning="if the endpoint refuses a message, later messages of its key wait (`block`), or the message becomes "
-        "a dead letter and later messages are sent (`dead_letter`)",
-    )
-    batch: int | None = setting(
-        None, whole(1, "messages"), shown="the sink's", meaning="the maximum number of messages in one call of the sink"
-    )
-    threads: int | None = setting(
-        None, whole(1, "calls"), shown="the sink's", meaning="how many calls of the sink run at the same time"
-    )
-    suspend_seconds: float = setting(
-        5.0, seconds(0), meaning="the wait until `outbox_worker --role forward` sends a refused message again"
-    )
-    timeout_seconds: float = setting(
-        120.0, seconds(1), meaning="a call of the sink that lasts longer than this time counts as failed"
-    )
-    start: Start | None = setting(
-        None,
-        member(Start),
-        shown='`"earliest"`',
-        meaning="the message at which a group begins if it is new to a topic. If `start` is missing and other groups "
-        "have handled "
-        "messages of the topic, `manage.py check` and `outbox_worker --role forward` warn",
-    )
 
 
 # -- OUTBOX["RECEIVE"][name] -----------------------------------------------------------------------
@@ -384,7 +292,7 @@ def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
         group.check(where, name)
         return read(kind, where, given)
 
-    return entries(entry, name="group" if kind is DeclaredForward else "name", example=example)
+    return entries(entry, name="name", example=example)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -432,13 +340,12 @@ class OutboxSettings:
         word="codec",
         meaning="codec (class or object) of every topic without a `codec` of its own",
     )
-    forward: Mapping[str, DeclaredForward] = setting(
-        {},
-        _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
+    large_bodies: DeclaredLargeBodies | None = setting(
+        None,
+        Rule("`{option: value}`, or `None`", _large_bodies),
         bundled_only=True,
-        word="forward",
-        meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
-        "system](forwarding.md)",
+        word="large body; claim check (Enterprise Integration Patterns)",
+        meaning="where the bodies of [large messages](large-bodies.md) are stored",
     )
     receive: Mapping[str, DeclaredReceive] = setting(
         {},
@@ -713,6 +620,18 @@ def _parse(raw: object) -> tuple[OutboxSettings, Mapping[type, Any]]:
     return settings, {type(one): one for one in of_parts}
 
 
+def refused_elsewhere(engine: str) -> Iterator[str]:
+    """Yield a text for each setting of a part that is given and that only the bundled broker can serve."""
+    for kind in hooks.settings.values():
+        given: Any = settings_of(kind)
+        for attribute, item in definitions(kind).items():
+            if item.instead and getattr(given, attribute) != item.default:
+                yield (
+                    f"OUTBOX[{item.name!r}] needs the bundled broker, but OUTBOX['BROKER'] names {engine}: "
+                    f"{item.instead}."
+                )
+
+
 def _of_part(key: str) -> str | None:
     """Return the remedy for a key that only a part has which is not installed; None for a key that no part has."""
     for part in pkgutil.iter_modules(contrib.__path__, f"{contrib.__name__}."):
@@ -754,6 +673,16 @@ def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purp
     if missing := sorted(set(names) - set(declared)):
         raise ConfigurationError(f"{where} has no {', '.join(missing)}; it has {', '.join(sorted(declared))}.")
     return {name: one for name, one in declared.items() if not names or name in names}
+
+
+def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Create an object of a class in the settings with its options. Raises ConfigurationError for wrong options."""
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{where}['options'] are wrong: {error}.") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}['options']: {error}") from error
 
 
 # -- USE_TZ ----------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of, get_broker
-from outbox.contrib.django.settings.conf import DeclaredReceive, chosen, get_settings, imported
+from outbox.contrib.django.settings.conf import DeclaredReceive, chosen, get_settings, imported, made
 from outbox.contrib.django.worker import probes
-from outbox.contrib.django.worker.forwarding import made
 from outbox.contrib.sources.receiver import Received, Receiver
 from outbox.contrib.sources.source import Convert, Source, convert
 from outbox.errors import BrokerError

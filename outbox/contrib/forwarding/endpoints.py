@@ -20,9 +20,10 @@ from django.db.models.functions import Now
 
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
 from outbox.broker.operations.state import BrokerState
-from outbox.contrib.django.models import ForwardEndpoint
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
+from outbox.contrib.django.settings.conf import settings_of
+from outbox.contrib.forwarding.models import ForwardEndpoint
+from outbox.contrib.forwarding.settings import ForwardSettings
+from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
 from outbox.errors import ServiceUnavailable, UsageError
 from outbox.utils.faults import point
 from outbox.utils.safe_text import for_people, shown_text
@@ -82,7 +83,7 @@ CONDITIONS: Final = Declarations[BrokerState]()
 )
 def endpoint_disabled(state: BrokerState) -> Iterator[Judged]:
     """A project without FORWARD needs no query."""
-    if declared := get_settings().forward:
+    if declared := settings_of(ForwardSettings).forward:
         for one in _rows().filter(group__in=declared, disabled_at__isnull=False).order_by("disabled_at"):
             fact = {"group": one.group, "since": str(one.disabled_at), "error": one.disabled_reason}
             yield Severity.WARNING, fact
@@ -115,7 +116,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class StoredEndpoint:
-    """One endpoint in this process. Implements outbox.contrib.sinks.forwarder.Endpoint."""
+    """One endpoint in this process. Implements outbox.contrib.forwarding.sinks.forwarder.Endpoint."""
 
     group: str
     wake: threading.Event

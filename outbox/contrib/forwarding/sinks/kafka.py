@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
+from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Outgoing, Rejected
 from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from kombu.entity import Exchange, Queue
 from kombu.exceptions import KombuError
 from kombu.messaging import Producer
 
-from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
+from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.utils.safe_text import error_line, mask_passwords, shown_text
 

@@ -17,8 +17,8 @@ from typing import Final
 
 import httpx
 
-from outbox.contrib.sinks import signatures
-from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected, one_by_one
+from outbox.contrib.forwarding.sinks import signatures
+from outbox.contrib.forwarding.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.utils.safe_text import error_line, shown_text
 

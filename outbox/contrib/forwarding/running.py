@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, cast
 
 from outbox import hooks
 from outbox.broker.consumer.runtime import ConsumerRuntime
@@ -14,14 +14,14 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
-from outbox.contrib.django.operations.endpoints import ForwardEndpoints
 from outbox.contrib.django.operations.erasing import repeat_erasures
-from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
+from outbox.contrib.django.settings.conf import chosen, get_settings, imported, made, settings_of
 from outbox.contrib.django.worker.workers import wait_for_erasures
-from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
-from outbox.contrib.sinks.sink import Sink
-from outbox.errors import ConfigurationError
+from outbox.contrib.forwarding.endpoints import ForwardEndpoints
+from outbox.contrib.forwarding.settings import DEAD_LETTER, DeclaredForward, ForwardSettings
+from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
+from outbox.contrib.forwarding.sinks.sink import Sink
 from outbox.ports import AnyHandler, ConsumeCounts, Consumers
 from outbox.subscription import Start, Subscription
 
@@ -68,7 +68,7 @@ def forwarding(*, groups: Sequence[str] = (), stop: threading.Event | None = Non
     engine_of(settings).require()
     with contextlib.ExitStack() as stack:
         wanted: list[tuple[Subscription, AnyHandler]] = []
-        declared_here = chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE)
+        declared_here = chosen("OUTBOX['FORWARD']", settings_of(ForwardSettings).forward, groups, _PURPOSE)
         endpoints = ForwardEndpoints(list(declared_here))
         for group, declared in declared_here.items():
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
@@ -89,18 +89,14 @@ def forwarding(*, groups: Sequence[str] = (), stop: threading.Event | None = Non
         )
 
 
+def declared_groups() -> Mapping[str, Mapping[str, bool]]:
+    """Return the groups of FORWARD with their topics, and whether the declaration names where the group begins."""
+    declared = settings_of(ForwardSettings).forward
+    return {group: dict.fromkeys(one.topics, one.start is not None) for group, one in declared.items()}
+
+
 def _sink(where: str, declared: DeclaredForward) -> Sink:
     return cast(Sink, made(where, imported(f"{where}['sink']", declared.sink), declared.options))
-
-
-def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Create a sink or a source with its options. Raises ConfigurationError for wrong options."""
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise ConfigurationError(f"{where}['options'] are wrong: {error}.") from error
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}['options']: {error}") from error
 
 
 def _subscriptions(

@@ -180,7 +180,7 @@ def _secret_key(secret: str) -> Ed25519PrivateKey:
     if raw[32:] not in (b"", private.public_key().public_bytes_raw()):
         raise ConfigurationError(
             f"a webhook secret {SECRET_KEY_PREFIX!r} has a second half that is not its public key: create a new pair "
-            "with outbox.contrib.sinks.signatures.key_pair()."
+            "with outbox.contrib.forwarding.sinks.signatures.key_pair()."
         )
     return private
 
@@ -201,7 +201,7 @@ def _decoded(key: str, prefix: str, lengths: Sequence[int]) -> bytes:
     if len(raw) not in lengths:
         raise ConfigurationError(
             f"a webhook key {prefix!r} must be this prefix and the base64 text of an ed25519 key: create a pair with "
-            "outbox.contrib.sinks.signatures.key_pair()."
+            "outbox.contrib.forwarding.sinks.signatures.key_pair()."
         )
     return raw
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 from outbox.contrib.django.actions.cells import badge, error, group_link
 from outbox.contrib.django.actions.declaration import ActionPlan, Values, action, argument
 from outbox.contrib.django.actions.listing import Button, Column, Listing, States, actions
-from outbox.contrib.django.models import ForwardEndpoint
-from outbox.contrib.django.operations.endpoints import enable, find_endpoint, list_endpoints
+from outbox.contrib.forwarding.endpoints import enable, find_endpoint, list_endpoints
+from outbox.contrib.forwarding.models import ForwardEndpoint
 
 
 @action(

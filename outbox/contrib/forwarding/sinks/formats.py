@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any, Final
 from urllib.parse import quote
 
-from outbox.contrib.sinks.forwarder import Format
-from outbox.contrib.sinks.sink import Outgoing
+from outbox.contrib.forwarding.sinks.forwarder import Format
+from outbox.contrib.forwarding.sinks.sink import Outgoing
 from outbox.errors import ConfigurationError
 from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, schema_id
 from outbox.message import Delivery
