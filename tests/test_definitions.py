@@ -11,7 +11,6 @@ from pathlib import Path
 
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
-    DeclaredReceive,
     DeclaredSchedule,
     OutboxSettings,
     TopicOptions,
@@ -19,6 +18,7 @@ from outbox.contrib.django.settings.conf import (
 from outbox.contrib.django.settings.definition import definitions
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.forwarding.settings import DeclaredForward
+from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house.tables import SETTINGS, TABLES, names_of_tables, rendered, thresholds

@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/forwarding/sinks": {
         *("outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"),
     },
-    "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
+    "outbox/contrib/receiving": {"outbox", "django"},
+    "outbox/contrib/receiving/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/encryption": {"outbox", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
@@ -59,7 +60,7 @@ UPWARD = {
     "outbox/rocketmq": ("outbox.broker", "outbox.contrib"),
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/forwarding/sinks": ("outbox.broker", "outbox.contrib.django"),
-    "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
+    "outbox/contrib/receiving/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
     "outbox/contrib/encryption": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.

@@ -25,7 +25,7 @@ from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.receiving import ReceiverHeartbeat
+from outbox.contrib.receiving.running import ReceiverHeartbeat
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault

@@ -346,7 +346,7 @@ def _settle(world: World) -> Given:
 def _forget(world: World) -> Given:
     world.sql("INSERT INTO outbox.periodic_pass (producer_group, name, interval_seconds, began_at)"
               " VALUES ('shop', 'receive:partner', 60, now())")  # fmt: skip
-    return {"forget": ["partner"]}
+    return {"receivers": ["partner"]}
 
 
 @case("erase", rows("SELECT content_type, body FROM outbox.commit_log"))

@@ -59,7 +59,8 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has an unknown option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "DELAY", "TRANSACTION"]}}}, "delivery times on FIFO topics"),
         ({"FORWARD": FORWARD}, "or let a @subscriber send the messages"),
-        ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
+        ({"LARGE_BODIES": {"storage": "default"}}, "needs the bundled broker"),
+        ({"RECEIVE": RECEIVE}, "or let the sender publish to the other broker"),
     ],
 )
 def test_what_it_cannot_run_is_an_error(

@@ -36,16 +36,9 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.forwarding.sinks.formats import format_named
 from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs
 from outbox.contrib.forwarding.sinks.sink import Outgoing
-from outbox.contrib.sources.source import Incoming, convert
-from outbox.errors import (
-    BodyTooLarge,
-    ConfigurationError,
-    HandlerNotStarted,
-    InvalidMessage,
-    SendFailed,
-    UndecodableBody,
-    UsageError,
-)
+from outbox.contrib.receiving.sources.source import Incoming, convert
+from outbox.errors import BodyTooLarge, ConfigurationError, InvalidMessage, SendFailed, UndecodableBody, UsageError
+from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference, UnreadBody
 from outbox.message import Delivery, Message
 from tests.django.broker_world import World, new_world
 from tests.django.large_storage import LATER, large_bodies, objects, referred, remove_a_year_later

@@ -86,7 +86,7 @@ def test_effects_happen_once_with_any_process_killed_and_any_message_repeated(
         passes = connection.execute("SELECT name FROM outbox.periodic_pass WHERE name LIKE 'receive:%'").fetchall()
     assert (rows, passes) == ([(60,)], [("receive:partner",)])
     for known in (1, 0):
-        call_command("outbox_worker", "--forget", "partner")
+        call_command("outbox_receiver", "forget", "partner")
         assert f"after: forgotten: {known}" in capsys.readouterr().out
 
 

@@ -116,13 +116,9 @@ PARTS: Final = (
     ),
     Part(
         "receiving",
-        r"contrib\.sources|\bSource\b|\breceivers?\b",
-        (
-            "contrib/sources/",
-            f"{_DJANGO}/worker/receiving.py",
-            f"{_DJANGO}/actions/receiving.py",
-            "broker/operations/receiver_conditions.py",
-        ),
+        r"contrib\.receiving|KombuSource|KafkaSource|DeclaredReceive|\brole receive|\['receive'\]|_receiver|receiver_",
+        ("contrib/receiving/",),
+        tests=("django/test_receive.py", "sources/"),
     ),
     Part(
         "reconciliation",

@@ -22,13 +22,13 @@ from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredLargeBodies,
-    DeclaredReceive,
     DeclaredSchedule,
     OutboxSettings,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
 from outbox.contrib.forwarding.settings import DeclaredForward
+from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts

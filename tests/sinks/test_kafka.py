@@ -15,8 +15,8 @@ from confluent_kafka import Consumer, Message
 from outbox.contrib.forwarding.sinks.formats import format_named
 from outbox.contrib.forwarding.sinks.kafka import KafkaSink
 from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Rejected
-from outbox.contrib.sources.kafka import KafkaSource
-from outbox.contrib.sources.receiver import Received, Receiver
+from outbox.contrib.receiving.sources.kafka import KafkaSource
+from outbox.contrib.receiving.sources.receiver import Received, Receiver
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.message import Message as Sent
 from tests.broker.bench import ConsumptionBench, keyed

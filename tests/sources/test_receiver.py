@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from outbox.contrib.sources.receiver import Received, Receiver, UnstorableMessage
-from outbox.contrib.sources.source import Incoming, convert, message_id_of
+from outbox.contrib.receiving.sources.receiver import Received, Receiver, UnstorableMessage
+from outbox.contrib.receiving.sources.source import Incoming, convert, message_id_of
 from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
 from outbox.message import Message
 from outbox.names import MAX_BODY_BYTES

@@ -234,7 +234,7 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
     subject=("pass",),
 )
 def check_back_late(state: BrokerState) -> Iterable[Judged]:
-    return [one for one in late_passes(state) if not str(one[1]["pass"]).startswith(turns.RECEIVE)]
+    return [one for one in late_passes(state) if turns.OF_PART not in str(one[1]["pass"])]
 
 
 @CONDITIONS.declare(

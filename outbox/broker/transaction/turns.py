@@ -16,9 +16,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 CHECK_BACK = "check_back"
-# The names of the passes of receivers begin with this text. If such a pass is late, messages are not received, but no
-# transaction stays undecided.
-RECEIVE = "receive:"
+# This character is in the names of turns that a part takes for several things of its own. If such a turn is late, no
+# transaction stays undecided, so a condition of the part reports it.
+OF_PART = ":"
 
 # The statement uses clock_timestamp() instead of now(). The statement may have waited for a lock of the row, and the
 # comparison needs the time after this wait.

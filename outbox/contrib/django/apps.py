@@ -34,7 +34,6 @@ class OutboxConfig(AppConfig):
         in_tests.remember_configured_names()
         given_up.install(when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
         hooks.add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")
-        _add_roles()
         add_discovery(_discover_celery_tasks)
         register(when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
         register(when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)
@@ -43,18 +42,6 @@ class OutboxConfig(AppConfig):
         after_migrate = when_called("outbox.contrib.django.operations.installation.after_migrate")
         # Only the signal refers to this function, so the reference must be strong.
         post_migrate.connect(after_migrate, sender=self, weak=False, dispatch_uid="outbox.after_migrate")
-
-
-def _add_roles() -> None:
-    hooks.add_role(
-        "receive",
-        hooks.Role(
-            "store foreign messages as OUTBOX['RECEIVE'] declares; with --drain until two seconds pass without one",
-            run="outbox.contrib.django.worker.receiving.run_receive",
-            drain="outbox.contrib.django.worker.receiving.receive_and_say",
-            option="receiver",
-        ),
-    )
 
 
 def _discover_celery_tasks() -> None:

@@ -17,7 +17,6 @@ from outbox.contrib.django.actions import (
     limits,
     messages,
     processes,
-    receiving,
     relay,
     rocketmq,
     schedules,
@@ -32,7 +31,7 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, schedules, receiving, relay, rocketmq, erasing, repair)
+_PARTS: Final = (limits, schedules, relay, rocketmq, erasing, repair)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

@@ -93,6 +93,7 @@ def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Clien
         " SELECT group_id, topic_id, gen_random_uuid(), 5, 2, 3, 'running', now(), '{}', now() + interval '1 minute'"
         " FROM outbox.subscription_limit"
     )
+    world.change_settings(FORWARD={"partner": {"topics": ["orders"], "sink": "webhook"}})
     ForwardEndpoint.objects.create(group="partner", disabled_at=timezone.now(), disabled_reason="answered 410")
     try:
         html = page(operator, "groups/")
@@ -130,6 +131,7 @@ def test_the_table_of_queues_says_why_a_queue_waits(world: World, operator: Clie
     assert held_up() == {"0: –", "1: running limit"}
     world.sql("UPDATE outbox.consumer_group SET paused = true")
     assert held_up() == {"0: group paused", "1: group paused running limit"}
+    world.change_settings(FORWARD={"mail": {"topics": ["orders"], "sink": "webhook"}})
     ForwardEndpoint.objects.create(group="mail", disabled_at=timezone.now(), disabled_reason="answered 410")
     try:
         assert held_up() == {"0: group paused endpoint disabled", "1: group paused endpoint disabled running limit"}

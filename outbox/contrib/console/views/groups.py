@@ -216,7 +216,6 @@ _HOLDING: Final = {
     "outage": "outage of a service",
     "unknown_version": "needs newer code",
     "hung_handlers": "handler hangs",
-    "endpoint_disabled": "endpoint disabled",
 }
 
 
@@ -229,6 +228,8 @@ def _holding(
     """Why the messages of a queue wait, apart from an error of its next message."""
     if group.paused:
         yield "group paused"
+    if any(card.condition.name == "endpoint_disabled" for card in cards):
+        yield "endpoint disabled"
     if not queue.lag:
         return
     if limits is not None and limits.waiting_for:

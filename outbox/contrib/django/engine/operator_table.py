@@ -77,7 +77,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_transaction decide": _LEDGER_DECIDES,
     "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
     "outbox_worker": "",
-    "outbox_worker --forget": "RECEIVE is refused on RocketMQ, so there is no receiver to forget.",
+    "outbox_receiver forget": "RECEIVE is refused on RocketMQ, so there is no receiver to forget.",
 }
 
 _OVERVIEW: Final = "The overview page shows this for RocketMQ."

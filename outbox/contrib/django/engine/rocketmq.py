@@ -99,15 +99,12 @@ class RocketMQEngine(Engine):
             topic = None if declared_topic is None else declared_topic.topic
             yield from self.refusals.of_subscription(item.subscription, topic, inbox=item.idempotent)
         yield from refused_elsewhere(self.refusals.engine)
-        if settings.receive:
+        if settings.large_bodies is not None:
             yield (
-                f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive "
-                f"stores messages in the bundled broker only, because RocketMQ would store a repeated message a second "
-                f"time. Keep the topics on PostgreSQL, run outbox_worker --role receive with settings whose BROKER is "
-                f"the alias of this PostgreSQL database, and declare RECEIVE in these settings only; or let the sender "
-                f"publish to RocketMQ."
+                "OUTBOX['LARGE_BODIES'] needs the bundled broker: RocketMQ removes messages by itself, so outbox would "
+                "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
+                "publish its name; or keep the topics with large bodies on PostgreSQL."
             )
-        yield from refused_settings_of_parts()
         if schedules := sorted({*settings.schedules, *scheduled_functions()}):
             yield (
                 f"the schedules {', '.join(map(repr, schedules))} are published by the leader of the bundled broker, "

@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredReceive` and `DeclaredSchedule`, and those of THRESHOLDS are names of declared
-thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
-`python -m tests.house.tables`, which writes the tables in the documents.
+fields of `TopicOptions` and `DeclaredSchedule`, and those of THRESHOLDS are names of declared thresholds. Parts add
+keys of their own (`hooks.add_settings`). After a change to a definition, run `python -m tests.house.tables`, which
+writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ from outbox.contrib.django.settings.definition import (
     field_names,
     flag,
     group,
-    keywords,
     listen_conninfo,
     member,
     members,
     module,
-    named_or_path,
     one_of,
     or_none,
     paths,
@@ -165,38 +163,36 @@ def _topic(where: str, name: str, given: object) -> DeclaredTopic:
     return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
 
 
-# -- OUTBOX["RECEIVE"][name] -----------------------------------------------------------------------
-
-SOURCES: Final[Mapping[str, str]] = {
-    "kombu": "outbox.contrib.sources.kombu.KombuSource",
-    "kafka": "outbox.contrib.sources.kafka.KafkaSource",
-}
+# -- OUTBOX["LARGE_BODIES"] ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredReceive:
-    """One entry of RECEIVE. `convert` is a dotted path, which is imported at its first use."""
+class DeclaredLargeBodies:
+    """The entry LARGE_BODIES."""
 
-    source: str = required(
-        named_or_path(SOURCES),
-        meaning="where the messages come from: a built-in source, or the dotted path of your class",
+    storage: str = required(
+        text("alias"), meaning="alias of `STORAGES`. Use a storage, bucket or folder of its own for each broker"
     )
-    topic: str = required(
-        text("topic"), meaning="the topic of outbox that gets the received messages; declare it in `TOPICS`"
+    beyond_bytes: int = setting(
+        256 * 1024,
+        whole(1, "bytes", MAX_BODY_BYTES),
+        meaning="an encoded body of more bytes is stored in the storage",
     )
-    options: Mapping[str, Any] = setting(
-        {}, keywords, secret=True, meaning="the options of the source; the next table lists them"
+    keep_seconds: int = setting(
+        int(7 * _DAY),
+        whole(int(_DAY), "seconds"),
+        meaning="an object to which no message refers is removed when it is older than this. Choose a longer time if "
+        "the bodies of messages in backups or in the archive must stay readable",
     )
-    batch: int = setting(100, whole(1, "messages"), meaning="the maximum number of messages that one statement stores")
-    poison_topic: str | None = setting(
-        None, or_none(text("topic")), meaning="the topic for messages that cannot be stored in `topic`"
-    )
-    convert: str | None = setting(
-        None,
-        dotted_path,
-        meaning="a function `(Incoming, name, topic) -> Message` that makes the message. The text below the tables "
-        "describes the default function",
-    )
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long after its upload a message may be published. The rest of `keep_seconds` is for wrong clocks."""
+        return self.keep_seconds / 2
+
+
+def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
+    return None if value is None else read(DeclaredLargeBodies, where, value)
 
 
 # -- OUTBOX["SCHEDULES"][name] and @scheduled -------------------------------------------------------
@@ -346,13 +342,6 @@ class OutboxSettings:
         bundled_only=True,
         word="large body; claim check (Enterprise Integration Patterns)",
         meaning="where the bodies of [large messages](large-bodies.md) are stored",
-    )
-    receive: Mapping[str, DeclaredReceive] = setting(
-        {},
-        _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
-        bundled_only=True,
-        word="receive",
-        meaning="the sources from which `outbox_worker --role receive` [receives messages](receiving.md)",
     )
     schedules: Mapping[str, DeclaredSchedule] = setting(
         {},

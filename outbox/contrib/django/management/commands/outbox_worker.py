@@ -15,8 +15,7 @@ from outbox import hooks
 from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
-from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.management.acting import OperatorCommand
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
@@ -26,7 +25,7 @@ from outbox.errors import HandlersHung
 _HUNG_SECONDS: Final = 5.0
 
 
-class Command(OperatorCommand):
+class Command(OutboxCommand):
     """Parses the arguments, then runs one role until SIGTERM or SIGINT, or does the due work once and ends."""
 
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run one role."
@@ -68,13 +67,9 @@ class Command(OperatorCommand):
             metavar="HOST:PORT",
             help="for --until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
         )
-        self.add_action(parser, ACTIONS["forget"])
 
     def handle(self, *args: Any, **options: Any) -> None:
         _refuse(options)
-        if options["forget"]:
-            self.act(ACTIONS["forget"], options)
-            return
         if options["drain"]:
             self._drain(options)
             return
@@ -150,8 +145,3 @@ def _refuse(options: Mapping[str, Any]) -> None:
         )
     if options["rocketmq_broker"] and not options["until_drained"]:
         raise CommandError("--rocketmq-broker needs --until-drained.")
-    acting = options["dry_run"] or options["json"] or options["no_input"] or options["reason"]
-    if options["forget"] and (role != "all" or drains or options["until_drained"]):
-        raise CommandError("--forget runs no role: leave the other options out.")
-    if acting and not options["forget"]:
-        raise CommandError("--dry-run, --json, --no-input and --reason need --forget.")

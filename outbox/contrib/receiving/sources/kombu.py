@@ -12,7 +12,7 @@ from kombu.exceptions import KombuError
 from kombu.message import Message
 from kombu.messaging import Consumer
 
-from outbox.contrib.sources.source import Incoming
+from outbox.contrib.receiving.sources.source import Incoming
 from outbox.errors import ServiceUnavailable
 from outbox.utils.safe_text import mask_passwords
 

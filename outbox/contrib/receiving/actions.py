@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action
-from outbox.contrib.django.worker.receiving import forget_receivers
+from outbox.contrib.receiving.running import forget_receivers
 
 
 @action(
     "forget",
     "Delete the state of receivers that are not in OUTBOX['RECEIVE'] any more",
-    "outbox_worker --forget",
-    Field("forget", "a receiver that is not in OUTBOX['RECEIVE'] any more (repeatable)", many=True),
+    "outbox_receiver forget",
+    Field("receivers", "receivers that are not in OUTBOX['RECEIVE'] any more", positional=True, many=True),
     permission=None,
 )
 def _forget(values: Values) -> ActionPlan:
-    names = values["forget"]
+    names = values["receivers"]
     return ActionPlan(
         subject=f"receivers {', '.join(names)}",
         effect=f"Delete the state of the receivers {', '.join(names)}. After that, no condition names these receivers.",
+        nothing=not names,
         do=lambda: {"forgotten": forget_receivers(names)},
     )

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
 
-from outbox.contrib.sources.source import Convert, Incoming, Source, convert, identity, message_id_of, parts_of
+from outbox.contrib.receiving.sources.source import (
+    Convert,
+    Incoming,
+    Source,
+    convert,
+    identity,
+    message_id_of,
+    parts_of,
+)
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,

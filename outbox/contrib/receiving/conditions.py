@@ -8,7 +8,10 @@ from typing import Final
 from outbox.broker.operations.broker_conditions import PASS_LATE_PERIODS, late_passes
 from outbox.broker.operations.conditions import Concern, Declarations, Judged
 from outbox.broker.operations.state import BrokerState
-from outbox.broker.transaction.turns import RECEIVE
+from outbox.broker.transaction import turns
+
+# The names of the turns that receivers take.
+PASS_PREFIX: Final = f"receive{turns.OF_PART}"
 
 CONDITIONS: Final = Declarations[BrokerState]()
 
@@ -17,7 +20,7 @@ CONDITIONS: Final = Declarations[BrokerState]()
     meaning="A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. outbox receives no "
     "messages from this source.",
     next_step="Start `outbox_worker --role receive`, or restore the server that the receiver's log names. If the "
-    "receiver is gone for good, run `outbox_worker --forget NAME`.",
+    "receiver is gone for good, run `outbox_receiver forget NAME`.",
     concern=Concern.WAITING,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("receiver",),
@@ -25,6 +28,6 @@ CONDITIONS: Final = Declarations[BrokerState]()
 def receiver_late(state: BrokerState) -> Iterator[Judged]:
     for severity, fact in late_passes(state):
         name = str(fact["pass"])
-        if name.startswith(RECEIVE):
+        if name.startswith(PASS_PREFIX):
             rest = {key: value for key, value in fact.items() if key != "pass"}
-            yield severity, {"receiver": name.removeprefix(RECEIVE), **rest}
+            yield severity, {"receiver": name.removeprefix(PASS_PREFIX), **rest}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from outbox.contrib.sources.source import Incoming
+from outbox.contrib.receiving.sources.source import Incoming
 from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)

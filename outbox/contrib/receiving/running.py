@@ -18,10 +18,12 @@ from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of, get_broker
-from outbox.contrib.django.settings.conf import DeclaredReceive, chosen, get_settings, imported, made
+from outbox.contrib.django.settings.conf import chosen, get_settings, imported, made, settings_of
 from outbox.contrib.django.worker import probes
-from outbox.contrib.sources.receiver import Received, Receiver
-from outbox.contrib.sources.source import Convert, Source, convert
+from outbox.contrib.receiving.conditions import PASS_PREFIX
+from outbox.contrib.receiving.settings import DeclaredReceive, ReceiveSettings
+from outbox.contrib.receiving.sources.receiver import Received, Receiver
+from outbox.contrib.receiving.sources.source import Convert, Source, convert
 from outbox.errors import BrokerError
 from outbox.utils import heartbeat
 
@@ -81,9 +83,7 @@ class ReceiverHeartbeat:
         self._told_at = self._at
         group = get_settings().producer_group
         try:
-            get_broker().take_turn(
-                group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0
-            )
+            get_broker().take_turn(group, f"{PASS_PREFIX}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0)
         except BrokerError as error:
             logger.warning("the broker could not record that the receiver %r runs: %s", self._name, error)
 
@@ -99,7 +99,7 @@ def forget_receivers(names: Sequence[str]) -> int:
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        return sum(turns.forget(run, f"{turns.RECEIVE}{name}") for name in names)
+        return sum(turns.forget(run, f"{PASS_PREFIX}{name}") for name in names)
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:
@@ -128,11 +128,11 @@ def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
 
     The sources of the receivers are closed at the end of the `with` block.
     """
-    settings = get_settings()
-    engine_of(settings).require()
+    engine_of(get_settings()).require()
+    declared_here = settings_of(ReceiveSettings).receive
     with contextlib.ExitStack() as sources:
         receivers = {}
-        for name, declared in chosen("OUTBOX['RECEIVE']", settings.receive, names, _PURPOSE).items():
+        for name, declared in chosen("OUTBOX['RECEIVE']", declared_here, names, _PURPOSE).items():
             where = f"OUTBOX['RECEIVE'][{name!r}]"
             source = cast(Source, made(where, imported(f"{where}['source']", declared.source), declared.options))
             sources.callback(source.close)
