@@ -125,7 +125,6 @@ CHANGING: Final = (
 OTHER_COMMANDS: Final = {
     *(
         "outbox_contract",
-        "outbox_endpoint",
         "outbox_finding",
         "outbox_relay",
         "outbox_reconcile",

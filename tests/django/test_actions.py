@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pytest
 from django.apps import apps
-from django.core.management import call_command, load_command_class
+from django.core.management import call_command, get_commands, load_command_class
 from django.core.management.base import CommandError
 from django.db import connections, transaction
 from django.utils import timezone
@@ -37,8 +37,6 @@ from outbox.contrib.django.ledger.partitions import list_partitions
 from outbox.contrib.django.models import OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.forwarding.endpoints import list_endpoints
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
@@ -60,10 +58,14 @@ KEKS = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
 
 
 def case(name: str, effect: Callable[[World], Any]) -> Callable[[Callable[[World], Given]], None]:
-    """How the state for an action is made, with the values to give; and the effect to compare."""
+    """How the state for an action is made, with the values to give; and the effect to compare.
+
+    A tree without a part has none of its actions.
+    """
 
     def register(arrange: Callable[[World], Given]) -> None:
-        CASES[name] = (arrange, effect)
+        if name in ACTIONS:
+            CASES[name] = (arrange, effect)
 
     return register
 
@@ -170,14 +172,15 @@ def _run_schedule(world: World) -> Given:
 
 
 def endpoint_states(world: World) -> list[tuple[str, bool, int]]:
-    return [(one.group, one.disabled_at is not None, one.generation) for one in list_endpoints()]
+    endpoints = apps.get_model("outbox_forwarding", "ForwardEndpoint").objects.all()
+    return [(one.group, one.disabled_at is not None, one.generation) for one in endpoints]
 
 
 @case("enable_endpoint", endpoint_states)
 def _enable_endpoint(world: World) -> Given:
-    gone = ForwardEndpoint(group="billing", disabled_at=timezone.now(), disabled_reason="answered 410")
-    ForwardEndpoint.objects.all().delete()
-    gone.save()
+    endpoint = apps.get_model("outbox_forwarding", "ForwardEndpoint")
+    endpoint.objects.all().delete()
+    endpoint.objects.create(group="billing", disabled_at=timezone.now(), disabled_reason="answered 410")
     return {"group": "billing"}
 
 
@@ -474,6 +477,9 @@ def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:
     ]
     for command in cases:
         name = f"outbox_{command}"
+        if name not in get_commands():
+            # Of a part that this tree does not have.
+            continue
         parser = load_command_class(app_of(name), name).create_parser("manage.py", name)
         [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
         assert subcommands is not None

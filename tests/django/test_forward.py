@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
-from outbox.contrib.django import publish
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.settings.conf import parse_settings
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.forwarding.running import forwarding
 from outbox.errors import ConfigurationError
 from outbox.message import SendReceipt
 from tests.django.processes import process
@@ -105,3 +109,24 @@ def test_what_the_command_refuses(
     with pytest.raises(CommandError, match=says) as failure:
         call_command("outbox_worker", "--role", "forward", "--drain", *arguments)
     assert "s3cret" not in str(failure.value)
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+def test_a_group_that_is_new_to_a_topic_declares_its_start_in_its_setting(
+    outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    subscriber("orders", group="shipping")(lambda delivery: None)
+    publish("orders", {}, at_once=True)
+    sequence()
+    consumer_runtime(groups=["shipping"]).run_once()
+
+    def warned() -> list[str]:
+        return [one.msg.split("'")[1] for one in check_databases(databases=["broker"]) if one.id == "outbox.W032"]
+
+    declared = {**WEBHOOK, "options": {"url": "https://127.0.0.1:9/", "secrets": [SECRET]}}
+    outbox_settings(FORWARD={"billing": declared})
+    assert warned() == ["billing"]
+    with caplog.at_level(logging.WARNING), forwarding():
+        assert "'billing' is new to the topic 'orders'" in caplog.text
+    outbox_settings(FORWARD={"billing": {**declared, "start": "latest"}})
+    assert warned() == []

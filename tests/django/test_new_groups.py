@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from base64 import b64encode
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +13,9 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.forwarding.running import forwarding
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
-
-SECRETS = ["whsec_" + b64encode(bytes(24)).decode()]
 
 
 def subscribe(group: str, **options: Any) -> None:
@@ -87,16 +82,3 @@ def test_a_new_group_is_not_taken_for_one_that_still_exists() -> None:
     assert "'points'" in found.msg
     assert found.hint is not None
     assert "rename" not in found.hint
-
-
-@pytest.mark.usefixtures("_history")
-def test_a_forwarding_group_declares_its_start_in_its_setting(
-    outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    declared = {"topics": ["orders"], "sink": "webhook", "options": {"url": "https://127.0.0.1:9/", "secrets": SECRETS}}
-    outbox_settings(FORWARD={"billing": declared})
-    assert [one.msg.split("'")[1] for one in warned()] == ["billing"]
-    with caplog.at_level(logging.WARNING), forwarding():
-        assert "'billing' is new to the topic 'orders'" in caplog.text
-    outbox_settings(FORWARD={"billing": {**declared, "start": "latest"}})
-    assert warned() == []

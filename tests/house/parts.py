@@ -79,7 +79,15 @@ PARTS: Final = (
         "forwarding",
         r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
         ("contrib/forwarding/",),
-        tests=(*("django/test_endpoints.py", "django/test_forward.py", "sinks/"),),
+        tests=(
+            *("django/faults_of_forwarding.py", "django/test_endpoints.py", "django/test_forward.py", "sinks/"),
+            # About other parts; each also uses forwarding.
+            *("django/test_engines.py", "django/test_erasure.py", "django/test_erasure_outage.py"),
+            *("django/test_large_bodies.py", "django/console/test_hostile_values.py"),
+            *("django/console/test_in_a_browser.py", "django/console/test_languages.py"),
+            *("django/console/test_listings.py", "django/console/test_remedies.py"),
+            "django/console/test_state_of_the_broker.py",
+        ),
     ),
     Part(
         "large bodies",
@@ -118,7 +126,11 @@ PARTS: Final = (
         "receiving",
         r"contrib\.receiving|KombuSource|KafkaSource|DeclaredReceive|\brole receive|\['receive'\]|_receiver|receiver_",
         ("contrib/receiving/",),
-        tests=("django/test_receive.py", "sources/"),
+        tests=(
+            *("django/faults_of_receiving.py", "django/test_receive.py", "sources/", "sinks/test_kafka.py"),
+            # About other parts; each also uses receiving.
+            *("django/test_engines.py", "django/test_large_bodies.py"),
+        ),
     ),
     Part(
         "reconciliation",
