@@ -126,42 +126,47 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
-# -- roles of worker processes ---------------------------------------------------------------------
+# -- tables of the broker --------------------------------------------------------------------------
+
+# Name of a part -> the package with its files of SQL.
+schemas: Final[dict[str, str]] = {}
 
 
-class Role(NamedTuple):
-    """A role of worker processes. Its functions are named by their dotted paths.
+def add_schema(part: str, package: str) -> None:
+    """Install the SQL files of a package in the broker's schema, after the core's: current.sql, functions/*.sql, and
+    from the second version on changes/NNNN_*.sql.
 
-    `help`: what the role does, for `outbox_worker --help`.
-    `run`: the function `(stop, names) -> None`.
-    `drain`: the function `(names) -> text` of `outbox_worker --drain`. Without it, the role has no such work.
-    `option`: the name of the option of `outbox_worker` that restricts the role to `names`: `group` or one of its own.
-    `is_needed`: the function `() -> bool`. Without it, only a worker that is given the role starts a process for it.
-    `groups`: the function `() -> {group: {topic: is_start_given}}` about the consumer groups that the role serves.
+    They have the same forms as those of the core (outbox/broker/schema/install.py): search_path is the schema, and the
+    first comment `-- Locks: …` names the existing tables that a file locks, such as those that a new table refers to.
+    Each file is one transaction; an error of one rolls it back, and `migrate` reports it. A change with which code of
+    the version before cannot work does `UPDATE part SET minimum_code = N WHERE name = …`, and so does current.sql.
+
+    Every new table is for the roles `work` and `watch`, and none for publishers. Functions run with the rights of the
+    caller. A process with the part refuses a broker that lacks these tables.
+
+    The broker's database records the part. Other services on it may lack the part, and may have parts that this one
+    lacks.
     """
-
-    help: str
-    run: str
-    drain: str | None = None
-    option: str | None = None
-    is_needed: str | None = None
-    groups: str | None = None
+    schemas[part] = package
 
 
-roles: Final[dict[str, Role]] = {}
+# -- work of the leader ----------------------------------------------------------------------------
+
+# Name of a part with tables of the broker -> the dotted path of the class that does its work.
+leader_work: Final[dict[str, str]] = {}
 
 
-def add_role(name: str, role: Role) -> None:
-    """Let workers have processes with a role of this name.
+def add_leader_work(part: str, work: str) -> None:
+    """Let the leader do work of a part, with an object of the class at the dotted path `work`.
 
-    `run` gets the names that the option has restricted the role to (none: all), works until the event `stop` is set,
-    and writes heartbeats (`outbox.utils.heartbeat`). An error ends the process, and its supervisor starts it again.
-    `is_needed` is called once before `outbox_worker` or a worker of Celery starts its processes.
+    The class is called with the database of the broker whenever this process begins to lead. Its objects are
+    `outbox.broker.leading.PartWork`: `look` is called between ticks, on the leader's connection in autocommit mode, so
+    it only looks whether something is due; `loop` works in a thread. An error of `look` ends the lead of this process
+    for a while.
 
-    `drain` does the work that is due now, in the process of the command, and returns what the command says. `groups` is
-    called by `check` and by workers when they start: they warn of a group that is new to a topic, without a start.
+    A process that lacks the part leads only while no process with it does (the condition `part_missing`).
     """
-    roles[name] = role
+    leader_work[part] = work
 
 
 # -- observed engines ------------------------------------------------------------------------------

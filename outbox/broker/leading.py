@@ -13,11 +13,12 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 from uuid import UUID
 
 import psycopg
 
+from outbox import hooks
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -74,6 +75,19 @@ class LeaderSettings:
     stands_in: bool = False
 
 
+class PartWork(Protocol):
+    """What the leader does for a part (`hooks.add_leader_work`).
+
+    `look` and `look_at` belong to the leader's thread. `look_at`: the time of the next look on the monotonic clock.
+    """
+
+    loop: BackgroundLoop
+    look_at: float
+
+    def look(self, run: Executor, now: float) -> None:
+        """Wake the loop if something is due. `now`: the monotonic clock. Raises psycopg.Error."""
+
+
 class Leader:
     """One candidate for the leader lease; while a candidate holds this lease, it is the leader.
 
@@ -87,7 +101,7 @@ class Leader:
         self._decided_channel = Channel.DECIDED.name_in(database.schema)
         self.note = FailureNote(database, ProcessPart.SEQUENCING)
         self._loops: list[BackgroundLoop] = []
-        self._scheduling = Scheduling(database)
+        self._part_works: list[PartWork] = []
         self.leads = False
         self._decided = False
         # `_look_at`: the time at which `turn` has work again if no notification arrives. `_gathers_until`: the time
@@ -111,6 +125,7 @@ class Leader:
         self._lease = LeaderLease(
             run.schema, instance, term_seconds=settings.lease_term_seconds, stands_in=settings.stands_in
         )
+        self._work_of_parts = [Scheduling, *(hooks.resolved(path) for path in hooks.leader_work.values())]
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
         self._look_at = self._gathers_until = 0.0
 
@@ -136,8 +151,9 @@ class Leader:
             return False
         if not self.leads:
             self._take_the_lead(run, now)
-        if now >= self._scheduling.look_at:
-            self._scheduling.look(run, now)
+        for work in self._part_works:
+            if now >= work.look_at:
+                work.look(run, now)
         counts, began, ended = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
@@ -196,8 +212,8 @@ class Leader:
 
     def _idle_seconds(self, counts: TickCounts) -> float:
         """Return the time in seconds from this tick to the next tick if no notification arrives."""
-        look_seconds = self._scheduling.look_at - time.monotonic()
-        waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3, max(0.0, look_seconds)]
+        waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
+        waits += [max(0.0, work.look_at - time.monotonic()) for work in self._part_works]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
         return min(waits)
@@ -208,11 +224,11 @@ class Leader:
             listen(run, Channel.DECIDED)
         settings = self._settings
         # A thread can be started once only, so each lead has new loops.
-        self._scheduling = Scheduling(self._database)
+        self._part_works = [work(self._database) for work in self._work_of_parts]
         self._loops = [
             maintenance(self._database, settings.check, every_seconds=settings.maintenance_seconds),
             summaries(self._database, self._instance, every_seconds=settings.summary_seconds),
-            self._scheduling.loop,
+            *(work.loop for work in self._part_works),
         ]
         for loop in self._loops:
             loop.start()
@@ -221,8 +237,8 @@ class Leader:
     def _follow(self, run: Executor) -> None:
         if not self.leads:
             return
-        if self._settings.stands_in:
-            logger.info("a consumer process leads now; this process leads again only if no consumer process leads")
+        if self._lease.stands_in:
+            logger.info("another process leads now; this process stands in, and leads again only if none does")
         else:
             logger.warning("this process has lost the leader lease: another process leads now")
         self.interrupted()

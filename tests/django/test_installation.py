@@ -144,6 +144,26 @@ def test_force_without_drop_is_refused() -> None:
         call("--force")
 
 
+def test_a_part_of_another_service_is_dropped_by_its_name() -> None:
+    with broker_database().connect() as connection:
+        connection.execute("CREATE TABLE outbox.greeting (text text)")
+        connection.execute("INSERT INTO outbox.greeting VALUES ('hello')")
+        connection.execute("INSERT INTO outbox.part (name, version, leads, objects)"
+                           " VALUES ('greetings', 1, false, '{greeting}')")  # fmt: skip
+    with pytest.raises(CommandError, match=r"no part 'farewells' has tables .* Nothing was dropped"):
+        call("--drop", "--part", "farewells")
+    with pytest.raises(CommandError, match=r"'greetings' has rows on 'broker': 1 in greeting\. Nothing was dropped"):
+        call("--drop", "--part", "greetings")
+    with pytest.raises(CommandError, match="--part needs --drop"):
+        call("--part", "greetings")
+    assert "Nothing was changed" in call("--drop", "--part", "greetings", "--force", "--dry-run")
+    assert "outbox.greeting" in tables()
+    assert "Done." in call("--drop", "--part", "greetings", "--force")
+    assert "outbox.greeting" not in tables() and "outbox.commit_log" in tables()
+    with broker_database().connect() as connection:
+        assert connection.execute("SELECT count(*) FROM outbox.part WHERE name = 'greetings'").fetchone() == (0,)
+
+
 def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[..., None]) -> None:
     @subscriber("orders", group="effects")
     def effect(given: object) -> None:

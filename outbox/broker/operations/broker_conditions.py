@@ -146,6 +146,24 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
         yield severity, {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
 
 
+_LACKS: Final = Statement("""
+SELECT unnest(lacks) FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()
+""")
+
+
+@CONDITIONS.declare(
+    meaning="The leader lacks a part whose tables are on this broker, and no process with the part runs. Messages are "
+    "delivered, but the leader's work for the part is not done.",
+    next_step="Start a worker of a service with the part, or add the part's app to INSTALLED_APPS of this service. If "
+    "no service needs the part any more, `manage.py outbox_install --drop --part PART` drops its tables.",
+    concern=Concern.WAITING,
+    subject=("part",),
+)
+def part_missing(state: BrokerState) -> Iterator[Judged]:
+    for (part,) in state.run.rows(_LACKS):
+        yield Severity.CRITICAL, {"part": part}
+
+
 # The age of the oldest decision that the last tick could not see. The decision with the lowest transaction id counts as
 # the oldest.
 _UNREAD: Final = Statement("""

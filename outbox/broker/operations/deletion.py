@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from psycopg import sql
+
 from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
@@ -258,7 +260,11 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.timed_out, {schema}.subscription_limit,
          {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process, {schema}.unknown_version,
          {schema}.summary_past, {schema}.erased
-RESTART IDENTITY
+""")
+_OF_PARTS = Statement("""
+SELECT relname::text FROM pg_class
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p')
+  AND relname = ANY (SELECT unnest(objects) FROM {schema}.part)
 """)
 
 # The tables of the version numbers and of the broker's identity stay unchanged. The statement replaces all ticks by one
@@ -282,5 +288,9 @@ def empty(run: Executor) -> None:
     longer exist.
     """
     with run.connection.transaction():
-        run.execute(_EMPTY)
+        # One statement for all tables, because those of parts may refer to the core's.
+        statement = sql.SQL(_EMPTY.text).format(schema=sql.Identifier(run.schema))
+        for (name,) in run.rows(_OF_PARTS, {"schema": run.schema}):
+            statement += sql.SQL(", {}").format(sql.Identifier(run.schema, name))
+        run.connection.execute(statement + sql.SQL(" RESTART IDENTITY"))
         run.execute(_REWIND_TICKS)

@@ -39,6 +39,20 @@ CREATE TABLE schema_version (
     minimum_code integer     NOT NULL DEFAULT 1
 );
 
+-- The parts that have tables here (outbox/hooks.py, add_schema). Each service installs the parts that it uses, so code
+-- must expect parts here that it lacks.
+CREATE TABLE part (
+    name         text        PRIMARY KEY,
+    -- As in schema_version, for the files and the code of the part.
+    version      integer     NOT NULL,
+    applied_at   timestamptz NOT NULL DEFAULT now(),
+    minimum_code integer     NOT NULL DEFAULT 1,
+    -- The leader does work of the part, so a process that lacks the part leads only while no process with it does.
+    leads        boolean     NOT NULL,
+    -- The names of the tables, views and functions that its files have created.
+    objects      text[]      NOT NULL DEFAULT '{}'
+);
+
 -- Events for an operator: contradicting or refused ends, wrong ledgers, parked transactions, deaths of processes.
 CREATE TABLE incident (
     incident_id bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -452,7 +466,9 @@ CREATE TABLE leader_lease (
     expires_at timestamptz NOT NULL,
     -- The owner leads only while the process that should lead does not. That process takes the lease from it before the
     -- lease expires (docs/decisions/163).
-    stands_in  boolean     NOT NULL DEFAULT false
+    stands_in  boolean     NOT NULL DEFAULT false,
+    -- The parts whose work the owner should do as the leader, and which it lacks. Such an owner stands in.
+    lacks      text[]      NOT NULL DEFAULT '{}'
 );
 
 -- Consumer offsets: per group and queue the row with the greatest (epoch, ordinal) counts and is never removed by

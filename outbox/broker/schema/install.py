@@ -1,6 +1,7 @@
 """Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version.
 
-See decision 023.
+The tables of the core come first, then those of each installed part (`hooks.add_schema`), in the same way: files of
+SQL, a version, one transaction per change. See decision 023.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Final, Generic, TypeVar
@@ -19,6 +21,8 @@ from typing import Final, Generic, TypeVar
 from psycopg import sql
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 
+from outbox import hooks
+from outbox.broker.database import arrays
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
@@ -44,6 +48,33 @@ def _numbered(folder: Traversable) -> dict[int, Traversable]:
 
 _CHANGES: Final = _numbered(_FOLDER.joinpath("changes"))
 SCHEMA_VERSION: Final = max(_CHANGES, default=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The SQL files of the core (`part` is empty) or of a part, and the version to which they bring its tables."""
+
+    part: str
+    folder: Traversable
+    changes: Mapping[int, Traversable]
+    version: int
+
+
+def _of_core() -> _Files:
+    return _Files("", _FOLDER, _CHANGES, SCHEMA_VERSION)
+
+
+@cache
+def _of_part(part: str, package: str) -> _Files:
+    folder = resources.files(package)
+    changes = _numbered(folder.joinpath("changes"))
+    return _Files(part, folder, changes, max(changes, default=1))
+
+
+def _of_parts() -> list[_Files]:
+    return [_of_part(part, package) for part, package in hooks.schemas.items()]
+
+
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
@@ -82,6 +113,21 @@ _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
 _FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
 _RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (%(version)s)")
 _RECORD = Statement("UPDATE {schema}.schema_version SET version = %(version)s, applied_at = now()")
+_PARTS = Statement("SELECT name, version, minimum_code FROM {schema}.part WHERE name = ANY (%(names)s::text[])")
+_OBJECTS = Statement("""
+SELECT relname::text FROM pg_class
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
+UNION
+SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
+""")
+_RECORD_PART = Statement("""
+INSERT INTO {schema}.part (name, version, leads) VALUES (%(part)s, %(version)s, %(leads)s)
+ON CONFLICT (name) DO UPDATE SET version = excluded.version, leads = excluded.leads, applied_at = now()
+""")
+_RECORD_OBJECTS = Statement("""
+UPDATE {schema}.part SET objects = ARRAY(SELECT unnest(objects) UNION SELECT unnest(%(names)s::text[]) ORDER BY 1)
+WHERE name = %(part)s
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +160,7 @@ def install(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> int:
-    """Create or upgrade the broker's tables, and return their new version.
+    """Create or upgrade the broker's tables and those of the installed parts. Return the new version of the core's.
 
     Several processes may call this function at the same time. A new database gets the present tables (current.sql). A
     database with the tables of an earlier release gets the changes that are missing there. Code of the previous version
@@ -129,12 +175,11 @@ def install(
     check_schema_name(schema)
     check_server(connection.info.server_version)
     run = Executor(connection, schema)
-    while True:
-        reached = change_tables(
-            run, lambda: _plan_next(run), what="upgraded", patience_seconds=patience_seconds, report=report
-        )
-        if reached >= SCHEMA_VERSION:
-            return reached
+    while change_tables(
+        run, lambda: _plan_next(run), what="upgraded", patience_seconds=patience_seconds, report=report
+    ):
+        pass
+    return _installed(run).version
 
 
 def change_tables(
@@ -214,38 +259,54 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
     )
 
 
-def create(run: Executor) -> int:
-    """Create all tables and functions in their newest version, in a new schema if there is none; return the version."""
+def create(run: Executor) -> None:
+    """Create the core's tables and functions in their newest version, in a new schema if there is none."""
     run.execute(_CREATE_SCHEMA)
     _execute(run, _FOLDER.joinpath("current.sql"))
-    _create_functions(run)
+    _create_functions(run, _of_core())
     run.execute(_RECORD_FIRST, {"version": SCHEMA_VERSION})
     grants.renew(run)
     logger.info("broker tables in schema %r are created at version %d", run.schema, SCHEMA_VERSION)
-    return SCHEMA_VERSION
 
 
-def apply(run: Executor, version: int) -> int:
-    """Apply the change with this number, and return the number. The last change also brings all functions up to date.
+def apply(run: Executor, version: int) -> None:
+    """Apply the change of the core with this number. The last change also brings all functions up to date.
 
     Until the last change is applied, the functions stay as the previous release created them, so that its code can call
     them.
     """
     _execute(run, _CHANGES[version])
     if version == SCHEMA_VERSION:
-        _create_functions(run)
+        _create_functions(run, _of_core())
     run.execute(_RECORD, {"version": version})
     grants.renew(run)
     logger.info("broker tables in schema %r are now at version %d", run.schema, version)
-    return version
 
 
-def locked_tables(version: int) -> list[str]:
-    """Return the names of the existing tables that this change locks.
+def _apply_part(run: Executor, files: _Files, version: int, sql_file: Traversable) -> None:
+    """Execute the file that brings the tables of a part to this version, and record what it has created."""
+    before = objects(run)
+    # The row comes first, because the file may raise its minimum_code.
+    run.execute(_RECORD_PART, {"part": files.part, "version": version, "leads": files.part in hooks.leader_work})
+    _execute(run, sql_file)
+    if version == files.version:
+        _create_functions(run, files)
+    run.execute(_RECORD_OBJECTS, {"part": files.part, "names": arrays.texts(sorted(objects(run) - before))})
+    grants.renew(run)
+    logger.info("the tables of part %r in schema %r are now at version %d", files.part, run.schema, version)
 
-    The file of the change lists these tables; a test checks the list.
+
+def objects(run: Executor) -> set[str]:
+    """Return the names of all tables, views, sequences and functions in the schema."""
+    return {name for (name,) in run.rows(_OBJECTS, {"schema": run.schema})}
+
+
+def locked_tables(sql_file: Traversable) -> list[str]:
+    """Return the names of the existing tables that this file locks.
+
+    The file lists these tables; a test checks the list.
     """
-    found = _LOCKS.search(_CHANGES[version].read_text("utf-8"))
+    found = _LOCKS.search(sql_file.read_text("utf-8"))
     return found[1].split(", ") if found else []
 
 
@@ -258,10 +319,11 @@ def installed_version(connection: Connection, schema: str = "outbox") -> int:
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
-    """Return the version of the installed tables: the version of this code, or a later version that this code can use.
+    """Return the version of the core's tables: the version of this code, or a later version that this code can use.
 
-    Raises SchemaError when the tables are missing, lack a change that this code needs, are too new for this code, or
-    are from before the first release. Raises ConfigurationError when the server is too old.
+    Raises SchemaError when the tables of the core or of an installed part are missing, lack a change that this code
+    needs, or are too new for this code, and when they are from before the first release. Tables of parts that this
+    process lacks do not matter. Raises ConfigurationError when the server is too old.
     """
     check_server(connection.info.server_version)
     installed = _installed(Executor(connection, schema))
@@ -275,7 +337,32 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
             f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
             f"outbox.broker.schema.install.install). Code of the previous version keeps working on the upgraded tables."
         )
+    _check_parts(Executor(connection, schema))
     return installed.version
+
+
+def _check_parts(run: Executor) -> None:
+    if not hooks.schemas:
+        return
+    known = _installed_parts(run)
+    for files in _of_parts():
+        installed = known.get(files.part, _NONE)
+        if installed.minimum_code > files.version:
+            raise _part_too_new(run.schema, files, installed)
+        if installed.version < files.version:
+            have = f"have version {installed.version}" if installed.version else "are missing"
+            raise SchemaError(
+                f"the tables of the part {files.part!r} {have} in the broker's schema {run.schema!r}, but this code "
+                f"needs version {files.version} of them: run `manage.py migrate --database=ALIAS` with the alias of "
+                f"the broker (outside Django: outbox.broker.schema.install.install). Code without the part, and of its "
+                f"previous version, keeps working on the new tables."
+            )
+
+
+def missing_parts(connection: Connection, schema: str = "outbox") -> list[str]:
+    """Return the installed parts for whose tables `install` would change something."""
+    known = _installed_parts(Executor(connection, schema))
+    return [files.part for files in _of_parts() if known.get(files.part, _NONE).version < files.version]
 
 
 def check_server(server_version: int) -> None:
@@ -318,25 +405,69 @@ def _installed(run: Executor) -> _Installed:
     return _Installed(version=version, minimum_code=minimum_code or 0)
 
 
-def _plan_next(run: Executor) -> Planned[int]:
-    """Plan the first missing change. The plan's function `change` applies this change, and returns its number."""
+_NONE: Final = _Installed(version=0, minimum_code=0)
+
+
+def _installed_parts(run: Executor) -> dict[str, _Installed]:
+    rows = run.rows(_PARTS, {"names": arrays.texts(list(hooks.schemas))})
+    return {name: _Installed(version, minimum_code) for name, version, minimum_code in rows}
+
+
+def _part_too_new(schema: str, files: _Files, installed: _Installed) -> SchemaError:
+    return SchemaError(
+        f"the tables of the part {files.part!r} in the broker's schema {schema!r} have version {installed.version} and "
+        f"need its code of at least version {installed.minimum_code}, which is newer than this code ({files.version}): "
+        f"upgrade the package that has the part."
+    )
+
+
+def _plan_next(run: Executor) -> Planned[bool]:
+    """Plan the first missing change. The plan's function `change` applies this change; False: no change is missing."""
     installed = _installed(run)
     if installed.minimum_code > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)
-    if installed.version >= SCHEMA_VERSION:
-        return Planned((), lambda: installed.version)
     if installed.version == 0:
-        return Planned((), lambda: create(run))
-    version = min(number for number in _CHANGES if number > installed.version)
-    return Planned(locked_tables(version), lambda: apply(run, version))
+        return Planned((), _changes(lambda: create(run)))
+    if installed.version < SCHEMA_VERSION:
+        version = min(number for number in _CHANGES if number > installed.version)
+        return Planned(locked_tables(_CHANGES[version]), _changes(lambda: apply(run, version)))
+    known = _installed_parts(run) if hooks.schemas else {}
+    for files in _of_parts():
+        of_part = known.get(files.part, _NONE)
+        if of_part.minimum_code > files.version:
+            raise _part_too_new(run.schema, files, of_part)
+        if of_part.version < files.version:
+            return _plan_part(run, files, of_part.version)
+    return Planned((), lambda: False)
 
 
-def _create_functions(run: Executor) -> None:
+def _plan_part(run: Executor, files: _Files, reached: int) -> Planned[bool]:
+    if reached:
+        version = min(number for number in files.changes if number > reached)
+        sql_file = files.changes[version]
+    else:
+        version, sql_file = files.version, files.folder.joinpath("current.sql")
+    # A new table may refer to one of the core, which locks that one.
+    return Planned(locked_tables(sql_file), _changes(lambda: _apply_part(run, files, version, sql_file)))
+
+
+def _changes(change: Callable[[], None]) -> Callable[[], bool]:
+    def changed() -> bool:
+        change()
+        return True
+
+    return changed
+
+
+def _create_functions(run: Executor, files: _Files) -> None:
+    folder = files.folder.joinpath("functions")
+    if not folder.is_dir():
+        return
     before = {name for (name,) in run.rows(_FUNCTIONS, {"schema": run.schema})}
     run.execute(_UNCHECKED_BODIES)
-    _execute(run, *sorted(_FOLDER.joinpath("functions").iterdir(), key=lambda file: file.name))
+    _execute(run, *sorted(folder.iterdir(), key=lambda file: file.name))
     # A function of earlier tables keeps its present rights, because an operator may have granted more.
-    for name in sorted(set(grants.GRANTED_ONLY) - before):
+    for name in [] if files.part else sorted(set(grants.GRANTED_ONLY) - before):
         function = sql.Identifier(run.schema, name)
         run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
 

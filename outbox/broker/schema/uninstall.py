@@ -1,8 +1,9 @@
-"""Remove the broker's tables, and nothing else.
+"""Remove the broker's tables or those of one part, and nothing else.
 
 `DROP SCHEMA ... CASCADE` would drop foreign objects too, and the schema may be `public`. A list of names would need an
 edit with each change of the tables. So the names are read from a second schema, which is installed from the same files
-and rolled back. A schema that holds anything else stays as it is.
+and rolled back. The names of the parts' tables are in the table `part`, because another service may have installed
+parts that this process lacks. A schema that holds anything else stays as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from outbox import hooks
+from outbox.broker.database import arrays
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
@@ -20,21 +23,17 @@ from outbox.broker.schema.install import (
     change_tables,
     check_schema,
     create,
+    objects,
 )
-from outbox.errors import SchemaError
+from outbox.errors import SchemaError, UsageError
 
 logger = logging.getLogger(__name__)
 
 _SCRATCH: Final = "outbox_uninstall_scratch"
 
-_NAMES = Statement("""
-SELECT relname::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace
-WHERE nspname = %(name)s AND relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
-UNION
-SELECT proname::text FROM pg_proc JOIN pg_namespace n ON n.oid = pronamespace WHERE nspname = %(name)s
-""")
 _CREATE_SCHEMA = Statement("CREATE SCHEMA {schema}")
 _DROP = Statement("DROP SCHEMA {schema} CASCADE")
+_NAMES_OF_PARTS = Statement("SELECT DISTINCT unnest(objects) FROM {schema}.part")
 _TABLES = Statement("""
 SELECT relname::text FROM pg_class
 WHERE relnamespace = to_regnamespace(%(name)s) AND relkind IN ('r', 'p')
@@ -68,7 +67,8 @@ def uninstall(
         # Read the names once for all attempts, because reading them takes a hundred times as long as all other steps of
         # an attempt.
         own.update(own or _names_of_a_fresh_one(connection))
-        foreign = sorted(_names(run) - own)
+        own.update(name for (name,) in run.rows(_NAMES_OF_PARTS))
+        foreign = sorted(objects(run) - own)
         if foreign:
             raise SchemaError(
                 f"the schema {schema!r} also has objects that are not part of the broker ("
@@ -87,8 +87,75 @@ def _names_of_a_fresh_one(connection: Connection) -> set[str]:
     with connection.transaction(force_rollback=True):
         scratch.execute(_CREATE_SCHEMA)
         create(scratch)
-        return _names(scratch)
+        return objects(scratch)
 
 
-def _names(run: Executor) -> set[str]:
-    return {name for (name,) in run.rows(_NAMES, {"name": run.schema})}
+# ---------------------------------------------------------------------------------------------------------------------
+# One part.
+
+_RECORDED = Statement("SELECT objects FROM {schema}.part WHERE name = %(part)s")
+_KINDS = Statement("""
+SELECT CASE WHEN relkind IN ('r', 'p') THEN 'TABLE' ELSE 'VIEW' END, relname::text, quote_ident(relname)
+FROM pg_class
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') AND relname = ANY (%(names)s::text[])
+UNION ALL
+SELECT 'FUNCTION', proname::text, quote_ident(proname) || '(' || pg_get_function_identity_arguments(oid) || ')'
+FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s) AND proname = ANY (%(names)s::text[])
+ORDER BY 1, 3
+""")
+_FORGET = Statement("DELETE FROM {schema}.part WHERE name = %(part)s")
+
+
+def rows_of_part(connection: Connection, part: str, schema: str = "outbox") -> dict[str, int]:
+    """Return how many rows each table of a part has, without the empty tables.
+
+    Raises UsageError if this process has the part, or if no service has installed it.
+    """
+    run = Executor(connection, schema)
+    counts = {}
+    for kind, name, _ in _objects_of_part(run, part):
+        if kind == "TABLE":
+            [count] = run.one(Statement(f'SELECT count(*) FROM {{schema}}."{name}"'))
+            counts[name] = count
+    return {name: count for name, count in counts.items() if count}
+
+
+def drop_part(
+    connection: Connection,
+    part: str,
+    schema: str = "outbox",
+    *,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> None:
+    """Drop the tables, views and functions of a part with their contents, for all services on this broker.
+
+    Raises UsageError as `rows_of_part`, and SchemaError as `uninstall` if other transactions use the tables.
+    """
+    run = Executor(connection, schema)
+
+    def plan() -> Planned[None]:
+        found = _objects_of_part(run, part)
+
+        def drop() -> None:
+            for kind, _, identity in found:
+                run.connection.execute(f"DROP {kind} IF EXISTS {run.schema}.{identity} CASCADE".encode())
+            run.execute(_FORGET, {"part": part})
+
+        return Planned([name for kind, name, _ in found if kind == "TABLE"], drop)
+
+    change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
+
+
+def _objects_of_part(run: Executor, part: str) -> list[tuple[str, str, str]]:
+    """Return kind, name and identity of what a part has created."""
+    if part in hooks.schemas:
+        raise UsageError(
+            f"this project has the part {part!r}, so the next `migrate` would create its tables again. Nothing was "
+            "dropped. First remove its app from INSTALLED_APPS, here and in each other service on this broker."
+        )
+    recorded = run.row(_RECORDED, {"part": part})
+    if recorded is None:
+        raise UsageError(f"no part {part!r} has tables in schema {run.schema!r}. Nothing was dropped.")
+    found = run.rows(_KINDS, {"schema": run.schema, "names": arrays.texts(recorded[0])})
+    return [(kind, name, identity) for kind, name, identity in found]

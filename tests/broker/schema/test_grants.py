@@ -14,6 +14,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from outbox import hooks
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
@@ -22,7 +23,7 @@ from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Logins, Role
-from outbox.broker.schema.install import install
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
 from outbox.errors import ConfigurationError, OutboxError, SendFailed
 from outbox.topic import Topic
 from outbox.transaction import Decision, EndStatus
@@ -248,6 +249,36 @@ def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(
     with session(granted.as_role(Role.PUBLISH)) as opened:
         assert grants.missing_rights(Executor(opened, "outbox"), Role.PUBLISH, producer_group="shop") == []
         assert grants.excess_rights(Executor(opened, "outbox")) == []
+
+
+def test_the_tables_of_a_part_are_for_workers_and_watchers(
+    granted: Granted, connection: BrokerConnection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "granted_greeting").mkdir()
+    (tmp_path / "granted_greeting" / "current.sql").write_text(
+        "CREATE TABLE greeting (greeting_id integer GENERATED ALWAYS AS IDENTITY, text text)"
+    )
+    monkeypatch.setitem(hooks.schemas, "greeting", "granted_greeting")
+    with session(granted.as_role(Role.OWN)) as opened:
+        install(opened, "outbox")
+    for role in Role:
+        with session(granted.as_role(role)) as opened:
+            run = Executor(opened, "outbox")
+            assert grants.missing_rights(run, role) == []
+            allowed = {
+                word
+                for word in ("SELECT", "INSERT", "UPDATE", "DELETE")
+                if run.connection.execute("SELECT has_table_privilege('outbox.greeting', %s)", [word]).fetchone()
+                == (True,)
+            }
+            everything = {"SELECT", "INSERT", "UPDATE", "DELETE"}
+            rights = {Role.PUBLISH: set[str](), Role.WATCH: {"SELECT"}}
+            assert allowed == rights.get(role, everything), role
+            # A publisher sees whether the tables of its parts are there, and a worker records no part.
+            assert check_schema(opened, "outbox") == SCHEMA_VERSION
+    with session(granted.as_role(Role.WORK)) as opened, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        opened.execute("UPDATE outbox.part SET leads = true")
 
 
 @pytest.mark.parametrize("role", Role)

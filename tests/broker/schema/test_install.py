@@ -17,7 +17,14 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import install as schema_install
-from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install, installed_version
+from outbox.broker.schema.install import (
+    SCHEMA_VERSION,
+    check_schema,
+    check_server,
+    install,
+    installed_version,
+    locked_tables,
+)
 from outbox.broker.schema.uninstall import uninstall
 from outbox.errors import ConfigurationError, SchemaError
 from tests.broker.schema import versions
@@ -109,7 +116,7 @@ def test_a_change_locks_the_tables_that_it_declares(old_url: str) -> None:
                 schema_install.apply(run, version)
                 locked = {name for (name,) in connection.execute(LOCKED.encode()).fetchall()}
             found[version] = locked & before
-    assert found == {version: set(schema_install.locked_tables(version)) for version in found}
+    assert found == {version: set(locked_tables(schema_install._CHANGES[version])) for version in found}
     assert found[versions.NEXT] == {"commit_log", "subscription"}
 
 

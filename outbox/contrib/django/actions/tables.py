@@ -11,8 +11,13 @@ from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.comparing import losses, settle_losses
-from outbox.contrib.django.operations.installation import partition_inboxes, planned_partitions, remove_broker
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.operations.installation import (
+    partition_inboxes,
+    planned_partitions,
+    remove_broker,
+    remove_part,
+)
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
 _PATIENCE: Final = Field(
     "patience",
@@ -26,13 +31,16 @@ _PATIENCE: Final = Field(
     "drop_broker",
     "Remove the broker's tables with all messages",
     "outbox_install --drop",
-    Field("force", "with --drop: also drop messages that are not delivered yet", FieldKind.FLAG),
+    Field("force", "with --drop: also drop messages that are not delivered yet, or rows of the part", FieldKind.FLAG),
+    Field("part", "with --drop: drop only the tables of this part, which no service uses any more"),
     _PATIENCE,
     permission=None,
 )
 def _drop(values: Values) -> ActionPlan:
     settings = get_settings()
     given = {"force": values["force"], "patience_seconds": values["patience"]}
+    if values["part"]:
+        return _drop_part(settings, values["part"], given)
     left = remove_broker(settings, **given, dry_run=True)
 
     def do() -> Mapping[str, Any]:
@@ -45,6 +53,21 @@ def _drop(values: Values) -> ActionPlan:
         "another alias.",
         caution="This cannot be undone.",
         before={"lost": left},
+        do=do,
+    )
+
+
+def _drop_part(settings: OutboxSettings, part: str, given: Mapping[str, Any]) -> ActionPlan:
+    rows = remove_part(settings, part, **given, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        return {"lost": remove_part(settings, part, **given, dry_run=False)}
+
+    return ActionPlan(
+        subject=f"part {part} in schema {settings.schema!r} on {settings.broker!r}",
+        effect=f"Drop the tables of part {part!r} with all rows. A process that still has the part stops working.",
+        caution="This cannot be undone.",
+        before={"lost": rows},
         do=do,
     )
 

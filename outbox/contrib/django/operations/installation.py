@@ -34,8 +34,9 @@ from outbox.broker.schema.install import (
     check_schema,
     install,
     installed_version,
+    missing_parts,
 )
-from outbox.broker.schema.uninstall import uninstall
+from outbox.broker.schema.uninstall import drop_part, rows_of_part, uninstall
 from outbox.contrib.django.database.aliases import broker_database, database_at
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.engine.postgres import undelivered
@@ -132,7 +133,7 @@ def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
     """Return what `install_broker` would return, but change nothing. Raises the same errors as `install_broker`."""
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
-        if before >= SCHEMA_VERSION:
+        if before >= SCHEMA_VERSION and not missing_parts(connection, settings.schema):
             check_schema(connection, settings.schema)
         return before, max(before, SCHEMA_VERSION)
 
@@ -163,6 +164,33 @@ def remove_broker(
             uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=report)
     reset_broker()
     return left
+
+
+def remove_part(
+    settings: OutboxSettings,
+    part: str,
+    *,
+    force: bool,
+    dry_run: bool,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> dict[str, int]:
+    """Drop the tables of a part that no service on this broker uses any more. Return the number of rows per table.
+
+    If the tables have rows and `force` is False, raises UsageError. Also raises UsageError if this project has the
+    part or no service has installed it, and the errors of `remove_broker`.
+    """
+    with _administering(settings) as connection:
+        rows = rows_of_part(connection, part, settings.schema)
+        if rows and not force:
+            left = ", ".join(f"{count} in {table}" for table, count in rows.items())
+            raise UsageError(
+                f"the part {part!r} has rows on {settings.broker!r}: {left}. Nothing was dropped. If no service needs "
+                "them, pass --force to drop the tables with these rows."
+            )
+        if not dry_run:
+            drop_part(connection, part, settings.schema, patience_seconds=patience_seconds, report=report)
+    return rows
 
 
 def _left_in(run: Executor) -> Iterator[str]:

@@ -82,8 +82,9 @@ class Command(OperatorCommand):
                 raise CommandError("--partition-inbox cannot be used with --drop, --create or --grants: run it alone.")
             self.act(ACTIONS["partition_inbox"], options)
             return
-        if options["force"] and not options["drop"]:
-            raise CommandError("--force needs --drop: an installation deletes nothing.")
+        if (options["force"] or options["part"]) and not options["drop"]:
+            given = "--force" if options["force"] else "--part"
+            raise CommandError(f"{given} needs --drop: an installation deletes nothing.")
         if creates and options["dry_run"]:
             raise CommandError(
                 "--create cannot be used with --dry-run: leave --create out, then the command only checks the topics."
