@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from datetime import timedelta
+from io import StringIO
 
 import django
 from django.conf import settings
@@ -76,10 +77,8 @@ def _client(url: str) -> Client:
         ALLOWED_HOSTS=["testserver"],
         ROOT_URLCONF="benchmarks.pages_urls",
         INSTALLED_APPS=[
-            "django.contrib.contenttypes",
-            "django.contrib.auth",
-            "outbox.contrib.django",
-            "outbox.contrib.console",
+            *("django.contrib.contenttypes", "django.contrib.auth", "outbox.contrib.django"),
+            "outbox.contrib.schedules",
         ],
         DATABASES={
             "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
@@ -98,6 +97,8 @@ def _client(url: str) -> Client:
     )
     django.setup()
     call_command("migrate", verbosity=0)
+    # benchmarks/status.py has installed the core only.
+    call_command("outbox_install", stdout=StringIO())
     from django.contrib.auth.models import User
 
     _fill_timeline()

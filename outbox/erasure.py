@@ -17,7 +17,7 @@ ERASED_TEXT: Final = "(erased)"
 
 # The headers that an erased message keeps. They have ids and times, which outbox and tracing tools write. All other
 # headers are written by applications, so they may contain personal data.
-KEPT_HEADERS: Final = frozenset({"outbox-timeout", "outbox-schedule", "traceparent"})
+KEPT_HEADERS: Final = frozenset({"outbox-timeout", "traceparent"})
 
 
 @final

@@ -36,19 +36,22 @@ class Pass(NamedTuple):
 
     interval_seconds: float
     work: str
+    in_every_process: bool = False
 
 
 passes: Final[dict[str, Pass]] = {}
 
 
-def add_pass(name: str, interval_seconds: float, work: str) -> None:
+def add_pass(name: str, interval_seconds: float, work: str, *, in_every_process: bool = False) -> None:
     """Run the function at the dotted path `work` as a periodic pass of the service.
 
     The role `check` of a worker, or Celery beat, calls the function at the interval, in one process at a time and
     outside of any transaction. It returns counts for the log; with a true count `more` it runs again at once. An error
     is logged, becomes the condition `process_failing`, and stops no other pass.
+
+    With `in_every_process`, each process calls it, for example to store what its version of the code declares.
     """
-    passes[name] = Pass(interval_seconds, work)
+    passes[name] = Pass(interval_seconds, work, in_every_process)
 
 
 # -- conditions ------------------------------------------------------------------------------------
@@ -80,6 +83,20 @@ def add_actions(module: str) -> None:
     of the core has is a class in the part's `management/commands`, as in every app of Django.
     """
     actions[module] = None
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+metrics: Final[dict[str, None]] = {}
+
+
+def add_metrics(module: str) -> None:
+    """Serve gauges that a module declares in `METRICS`: name -> (labels, text).
+
+    Its function `figures(state) -> (name, rows) pairs` is called at a scrape, on a connection of the broker in
+    autocommit mode (`BrokerState`). A row has the values of the labels and the value. An error fails the scrape.
+    """
+    metrics[module] = None
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -126,13 +143,28 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
+# -- fault points ----------------------------------------------------------------------------------
+
+fault_points: Final[dict[str, None]] = {}
+
+
+def add_fault_points(*names: str) -> None:
+    """Let OUTBOX_FAULTS also name these places of a part's code, which call `point` of outbox/utils/faults.py.
+
+    A part calls this in the module of its AppConfig, like `add_settings`.
+    """
+    fault_points.update(dict.fromkeys(names))
+
+
 # -- tables of the broker --------------------------------------------------------------------------
 
 # Name of a part -> the package with its files of SQL.
 schemas: Final[dict[str, str]] = {}
+# Table of a part -> the dotted path of the function that removes a person's data from it.
+broker_content: Final[dict[str, str]] = {}
 
 
-def add_schema(part: str, package: str) -> None:
+def add_schema(part: str, package: str, *, content: Mapping[str, str] | None = None) -> None:
     """Install the SQL files of a package in the broker's schema, after the core's: current.sql, functions/*.sql, and
     from the second version on changes/NNNN_*.sql.
 
@@ -144,10 +176,16 @@ def add_schema(part: str, package: str) -> None:
     Every new table is for the roles `work` and `watch`, and none for publishers. Functions run with the rights of the
     caller. A process with the part refuses a broker that lacks these tables.
 
+    `content` names the tables that can hold data about a person, with the function that removes it from their rows:
+    `(run, values) -> number of changed rows`. It is called in the transaction that removes the content of messages of a
+    topic, and an error rolls this back. `values` has their `log_ids`, `transaction_ids` and `topic_id`, the
+    `replacement` of their keys or None, and `patterns` (SQL's LIKE) of texts that are removed wherever they are.
+
     The broker's database records the part. Other services on it may lack the part, and may have parts that this one
     lacks.
     """
     schemas[part] = package
+    broker_content.update(content or {})
 
 
 # -- work of the leader ----------------------------------------------------------------------------

@@ -220,7 +220,10 @@ def broker_template(server_url: str) -> Iterator[str]:
     """The name of a template database with the broker's schema installed, and tables for what handlers do."""
     from outbox.broker.schema.install import install
     from tests.broker.bench import TABLES
+    from tests.django import configured
 
+    # The tables of all parts, which a process requires as soon as a test has configured Django in it.
+    assert configured.OUTBOX
     name = f"outbox_template_{os.getpid()}"
     url = embedded.create_database(server_url, name)
     with psycopg.connect(url, autocommit=True) as connection:

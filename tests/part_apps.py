@@ -33,6 +33,11 @@ def _with(module: str) -> list[str]:
     return [f"outbox.contrib.{name}" for name in there if not only or name in only]
 
 
+def has(part: str) -> bool:
+    """Return whether this tree has a part: a test that uses one in passing works without it."""
+    return bool(part_apps(part))
+
+
 def command_files() -> list[Path]:
     """Return the file of each command of the core and of the parts."""
     [folder] = map(Path, outbox.contrib.__path__)

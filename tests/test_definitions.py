@@ -11,14 +11,14 @@ from pathlib import Path
 
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
-    DeclaredSchedule,
+    DeclaredForward,
+    DeclaredReceive,
     OutboxSettings,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import definitions
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
-from outbox.contrib.forwarding.settings import DeclaredForward
-from outbox.contrib.receiving.settings import DeclaredReceive
+from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house.tables import SETTINGS, TABLES, names_of_tables, rendered, thresholds

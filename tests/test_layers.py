@@ -23,13 +23,14 @@ DOTTED = re.compile(r"(?:outbox|spark|sample_project)(?:\.\w+)+(?::\w+)?")
 # Folder -> what its files may import beside the standard library. Longest folder wins.
 ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
-    "outbox/broker": {"outbox", "psycopg", "cronsim"},
+    "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
     "outbox/contrib/console": {"outbox", "django", "psycopg"},
     "outbox/contrib/crash_kit": {"outbox", "django", "psycopg", "asgiref", "pytest"},
     "outbox/contrib/saga": {"outbox", "django"},
+    "outbox/contrib/schedules": {"outbox", "django", "psycopg", "cronsim"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
     "outbox/contrib/forwarding": {"outbox", "django"},
     "outbox/contrib/forwarding/sinks": {
@@ -68,7 +69,7 @@ LEVELS = {
     "outbox.broker": (
         ("database",),
         ("schema", "log"),
-        ("transaction", "groups", "schedules"),
+        ("transaction", "groups"),
         ("sequencer", "maintenance", "consumer", "operations"),
     ),
     "outbox.contrib.django": (

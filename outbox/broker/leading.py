@@ -27,7 +27,6 @@ from outbox.broker.database.sender import AfterTick
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import COUNT_SECONDS, summaries
-from outbox.broker.schedules.publishing import Scheduling
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import OutboxError
@@ -125,7 +124,7 @@ class Leader:
         self._lease = LeaderLease(
             run.schema, instance, term_seconds=settings.lease_term_seconds, stands_in=settings.stands_in
         )
-        self._work_of_parts = [Scheduling, *(hooks.resolved(path) for path in hooks.leader_work.values())]
+        self._work_of_parts = [hooks.resolved(path) for path in hooks.leader_work.values()]
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
         self._look_at = self._gathers_until = 0.0
 

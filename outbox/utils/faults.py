@@ -65,8 +65,6 @@ POINTS: Final = (
     "consumer.after_offset",
     "consumer.before_send_back",
     "consumer.after_send_back",
-    "schedule.after_append",
-    "schedule.after_commit",
     "relay.before_take",
     "relay.after_take",
     "relay.before_send",

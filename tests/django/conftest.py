@@ -29,7 +29,6 @@ from outbox.contrib.django.models import ClaimEntry, StepEntry
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
-from outbox.contrib.django.subscribers.scheduled import forget_scheduled
 from outbox.events import declaration
 from tests.django.sessions import close_sessions
 from tests.mariadb import NOT_ON_MARIADB, PrivateMariaDB
@@ -296,10 +295,8 @@ def _install_in_default(cleaner: Cleaner) -> None:
 def no_subscribers() -> Iterator[None]:
     """Subscribers that a test registers are forgotten after it."""
     registry.unregister_all()
-    forget_scheduled()
     yield
     registry.unregister_all()
-    forget_scheduled()
 
 
 @pytest.fixture

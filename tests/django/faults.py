@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import psycopg
@@ -11,11 +10,7 @@ import pytest
 from django.db import connections, transaction
 
 from outbox.broker.log.failing import FailureNote, ProcessPart
-from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import audit, summary
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.publishing import run_once
-from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.transactions import switch_transactional
@@ -95,14 +90,6 @@ def receiver_late(world: World) -> None:
     """A receiver is stopped, or its source does not answer."""
     ReceiverHeartbeat("partner").note()
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
-
-
-@fault
-def schedule_late(world: World) -> None:
-    """The topic of a schedule does not exist, or the leader cannot publish."""
-    late = Schedule(producer_group="shop", name="report", topic="missing", cron=Cron("0 * * * *", "UTC"))
-    declare(world.run, "shop", [late], now=datetime.now(UTC) - timedelta(hours=2))
-    run_once(world.run, TopicCatalog())
 
 
 @fault

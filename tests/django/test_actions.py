@@ -6,7 +6,9 @@ import base64
 import json
 import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -23,8 +25,6 @@ from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import comparisons
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison
 from outbox.broker.operations.progress import list_queues
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.schedule import Schedule, declare, pause
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
@@ -143,32 +143,6 @@ def _replay(world: World) -> Given:
 def _discard(world: World) -> Given:
     letters(world)
     return {"group": "mail", "error_type": "TimeoutError"}
-
-
-def schedule(world: World) -> Given:
-    hourly = Schedule(producer_group="shop", name="report", topic="orders", cron=Cron("0 * * * *", "UTC"))
-    declare(world.run, "shop", [hourly])
-    return {"schedule": "report"}
-
-
-PAUSED = rows("SELECT name, paused_at IS NOT NULL FROM outbox.schedule")
-
-
-@case("pause_schedule", PAUSED)
-def _pause_schedule(world: World) -> Given:
-    return schedule(world)
-
-
-@case("resume_schedule", PAUSED)
-def _resume_schedule(world: World) -> Given:
-    given = schedule(world)
-    pause(world.run, "shop", "report", paused=True)
-    return given
-
-
-@case("run_schedule", rows("SELECT headers ->> 'outbox-schedule', producer_group FROM outbox.commit_log"))
-def _run_schedule(world: World) -> Given:
-    return schedule(world)
 
 
 def endpoint_states(world: World) -> list[tuple[str, bool, int]]:
@@ -379,6 +353,11 @@ if apps.is_installed("outbox.contrib.encryption"):
         subject_key(world)
         world.change_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
         return {}
+
+
+# The cases of parts that this tree has.
+for path in sorted(Path(__file__).parent.glob("cases_of_*.py")):
+    import_module(f"tests.django.{path.stem}")
 
 
 # -- the two doors --------------------------------------------------------------------------------------

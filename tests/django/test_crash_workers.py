@@ -42,7 +42,6 @@ ROLES: Final = {"sequencer": "broker", "check": "check", "consumer": "consumer"}
 RESYNC: Final = "sequencer.mid_resync"
 # tests/sinks and test_receive.py kill there.
 # broker/schedules/test_publishing.py kills there.
-SCHEDULE_STEPS: Final = [point for point in faults.POINTS if point.startswith("schedule.")]
 FORWARDED, RECEIVED = "forward.after_acknowledgement", "receive.after_send"
 # test_endpoints.py kills there.
 DISABLED: Final = "forward.before_disabled"
@@ -63,7 +62,8 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *SCHEDULE_STEPS, *RELAY_STEPS]
+    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *RELAY_STEPS]
+    elsewhere += LARGE_BODY_STEPS
     elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 

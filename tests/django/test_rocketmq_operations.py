@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, load_command_class
 
+from outbox import hooks
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.engine.operator_table import COMMANDS, METRICS, PAGES, refused_command, refused_page
 from tests.part_apps import app_of, command_files
@@ -46,7 +47,8 @@ def test_the_table_has_every_command_page_and_metric() -> None:
         pages = [str(one.name) for one in import_module("outbox.contrib.console.urls").PAGES]
         assert sorted(PAGES) == sorted(name for name in pages if not name.startswith("act_"))
     collector = (ROOT / "outbox/contrib/prometheus/collector.py").read_text(encoding="utf-8")
-    assert sorted(METRICS) == sorted(set(re.findall(r'"(outbox_\w+)"', collector)))
+    of_parts = {name for module in hooks.metrics for name in import_module(module).METRICS}
+    assert sorted(METRICS) == sorted({*re.findall(r'"(outbox_\w+)"', collector), *of_parts})
 
 
 @pytest.mark.parametrize("name", sorted(name for name, instead in COMMANDS.items() if instead))

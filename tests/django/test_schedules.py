@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from typing import Any
@@ -15,20 +15,20 @@ from django.core.management.base import CommandError
 from django.test.utils import override_settings
 
 from outbox import Delivery
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.publishing import run_once
-from outbox.broker.schedules.schedule import TIME_HEADER, Missed, Schedule, declare, list_schedules
-from outbox.contrib.django import scheduled
 from outbox.contrib.django.engine.broker import get_engine
-from outbox.contrib.django.operations.checks import check_settings
 from outbox.contrib.django.operations.comparing import run_compare
-from outbox.contrib.django.operations.scheduling import declare_schedules
+from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.testing import broker_outbox, in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.prometheus.serving import state
+from outbox.contrib.schedules import scheduled
+from outbox.contrib.schedules.cron import Cron
+from outbox.contrib.schedules.declaring import check_schedules, declare_schedules
+from outbox.contrib.schedules.publishing import run_once
+from outbox.contrib.schedules.schedule import TIME_HEADER, Missed, Schedule, declare, list_schedules
+from outbox.contrib.schedules.testing import run_schedule
 from outbox.errors import ConfigurationError
 from tests.django.broker_world import World, new_world
 
@@ -58,7 +58,7 @@ def handled() -> list[Delivery]:
 
 
 def errors() -> list[str]:
-    return [one.msg for one in check_settings() if one.id == "outbox.E038"]
+    return [one.msg for one in check_schedules() if one.id == "outbox.E038"]
 
 
 # -- declaring -------------------------------------------------------------------------------------
@@ -105,9 +105,10 @@ def test_neither_comparing_nor_the_audit_reports_a_message_without_a_ledger_row(
 
 def test_schedules_need_a_project_on_the_bundled_broker(outbox_settings: Change) -> None:
     outbox_settings(BROKER="rocketmq://proxy:8081?brokers=broker:10911", SCHEDULES={"nightly": NIGHTLY})
-    [text] = [one.msg for one in check_settings() if "schedules" in one.msg]
+    [text] = errors()
     assert "'nightly'" in text and "Celery beat" in text
-    assert "schedules" not in {one.name for one in passes()}
+    with pytest.raises(ConfigurationError, match=r"'nightly'.*Celery beat"):
+        declare_schedules()
 
 
 # -- early errors ----------------------------------------------------------------------------------
@@ -174,12 +175,12 @@ def test_schedules_without_a_producer_group_fail_the_check() -> None:
 @pytest.mark.parametrize("kind", [in_memory_outbox, broker_outbox])
 def test_a_test_runs_a_schedule_by_its_name(kind: Any, handled: list[Delivery]) -> None:
     with kind() as outbox:
-        message = outbox.run_schedule("weekly_report")
+        message = run_schedule("weekly_report")
         assert outbox.bodies("payments") == [{"days": 7}]
         assert outbox.drain() == 1
         assert [one.message_id for one in handled] == [message.message_id]
         with pytest.raises(ConfigurationError, match="has no nightly; it has weekly_report"):
-            outbox.run_schedule("nightly")
+            run_schedule("nightly")
 
 
 # -- command and metric ---------------------------------------------------------------------------
@@ -205,6 +206,10 @@ def test_the_command_lists_schedules_with_their_next_due_moments(world: World) -
 
 def test_the_metric_says_how_late_a_schedule_is(world: World) -> None:
     declared(world)
-    assert state().schedules == {("shop", "report"): 0.0}
+
+    def late() -> Mapping[Any, float]:
+        return dict(dict(state().of_parts)["outbox_schedule_late_seconds"])
+
+    assert late() == {("shop", "report"): 0.0}
     world.sql("UPDATE outbox.schedule SET next_at = now() - interval '90 seconds'")
-    assert 90 <= state().schedules["shop", "report"] < 600
+    assert 90 <= late()["shop", "report"] < 600

@@ -175,14 +175,13 @@ PARTS: Final = (
     ),
     Part(
         "schedules",
-        r"schedule",
+        # The table `scheduled` has messages that wait, and `schedule_id` is its key.
+        r"\bschedules\b(?! (?:a|it)\b)|schedule_late|outbox[_-]schedule\b|\}\.schedule\b|table schedule\b"
+        r"|schedule\.after|run_schedule|declared_?schedule|scheduled_functions|@scheduled",
+        ("contrib/schedules/",),
         (
-            "broker/schedules/",
-            "broker/operations/schedule_conditions.py",
-            f"{_DJANGO}/operations/scheduling.py",
-            f"{_DJANGO}/actions/schedules.py",
-            f"{_DJANGO}/subscribers/scheduled.py",
-            f"{_DJANGO}/management/commands/outbox_schedule.py",
+            *("broker/schedules/", "django/cases_of_schedules.py", "django/console/test_schedules_page.py"),
+            *("django/faults_of_schedules.py", "django/test_schedules.py"),
         ),
     ),
     Part(

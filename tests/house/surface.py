@@ -10,6 +10,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +21,10 @@ from django.core.management.base import DjangoHelpFormatter
 
 import outbox
 import outbox.contrib.django as django_side
-from outbox import errors
-from outbox.contrib.console.urls import PAGES
+from outbox import errors, hooks
+from outbox.contrib.django import urls
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import TopicOptions
-from tests.house.parts import ROOT
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files
 
@@ -109,7 +109,8 @@ def _column(field: Any) -> str:
 
 
 def _tables() -> Iterator[str]:
-    text = (ROOT / "outbox/broker/schema/current.sql").read_text(encoding="utf-8")
+    packages = ["outbox.broker.schema", *hooks.schemas.values()]
+    text = "\n".join(resources.files(one).joinpath("current.sql").read_text("utf-8") for one in packages)
     for name, body in re.findall(r"^CREATE (?:UNLOGGED )?TABLE (\w+) \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL):
         columns = re.findall(r"^    ([a-z_]\w*) ", body, re.MULTILINE)
         yield f"{name}: {', '.join(columns)}"

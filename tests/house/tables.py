@@ -22,13 +22,12 @@ from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredLargeBodies,
-    DeclaredSchedule,
+    DeclaredReceive,
     OutboxSettings,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
-from outbox.contrib.forwarding.settings import DeclaredForward
-from outbox.contrib.receiving.settings import DeclaredReceive
+from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts

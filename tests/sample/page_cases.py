@@ -16,6 +16,7 @@ from django.urls import reverse
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.testing import OutboxTestMixin
+from outbox.contrib.schedules.testing import run_schedule
 from sample_project import provider, request_id
 from sample_project.cart.models import Clearance, Item
 from sample_project.catalogue.models import Product
@@ -136,7 +137,7 @@ class Paying(Shopping):
                 self.add("ink")
                 self.pay(self.check_out())
             self.outbox.drain()
-            self.outbox.run_schedule("statement")
+            run_schedule("statement")
             self.outbox.drain()
         assert list(Statement.objects.order_by("id").values_list("charges", "amount")) == [
             (2, Decimal("33.60")),

@@ -58,7 +58,7 @@ class ProcessPart(StrEnum):
     PUBLISHING = "publishing"
     MAINTENANCE = "maintenance"
     SUMMARY = "the summary"
-    SCHEDULES = "the schedules"
+    LEADER_WORK = "the leader's work"
     PASS = "the pass"
 
     @property
@@ -90,7 +90,8 @@ ORDER BY at DESC LIMIT 1000
 
 @dataclass(frozen=True, slots=True)
 class FailingPart:
-    """A part that fails now. `of`: the groups of the part, separated by commas, or the name of the pass."""
+    """A part that fails now. `of`: the groups of the part, separated by commas, or the name of the pass or the
+    leader's work."""
 
     part: ProcessPart
     of: str

@@ -256,7 +256,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
          {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
          {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
-         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction, {schema}.schedule,
+         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction,
          {schema}.timed_out, {schema}.subscription_limit,
          {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process, {schema}.unknown_version,
          {schema}.summary_past, {schema}.erased

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
+from outbox import hooks
 from outbox.broker.database.arrays import bigints, texts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
@@ -159,9 +160,8 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL 
     SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
     WHERE topic_id = %(topic_id)s OR retry_of IN (SELECT group_id FROM {schema}.subscription
                                                   WHERE subscription.topic_id = %(topic_id)s))"""),
-    # These texts are about declarations, so they are erased only where they contain one of the texts.
+    # This text is about a declaration, so it is erased only where it contains one of the texts.
     _error("unknown_version", "error", "false"),
-    _error("schedule", "error", "false"),
 )  # fmt: skip
 
 
@@ -197,6 +197,8 @@ def erase(
     counts = {"recalled": sum(one.is_recalled for one in recalled)}
     for table, statement in _PLACES:
         counts[table] = run.count(statement, parameters)
+    for table, path in hooks.broker_content.items():
+        counts[table] = hooks.resolved(path)(run, parameters)
     return {table: count for table, count in counts.items() if count}
 
 

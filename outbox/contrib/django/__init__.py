@@ -20,7 +20,6 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
 from outbox.contrib.django.subscribers.registry import subscriber
-from outbox.contrib.django.subscribers.scheduled import scheduled
 
 if TYPE_CHECKING:
     from outbox.contrib.django.ledger.pruning import run_prune
@@ -43,7 +42,6 @@ __all__ = [
     "reject_transactional",
     "run_check_back",
     "run_prune",
-    "scheduled",
     "subscriber",
     "transactional_message",
 ]

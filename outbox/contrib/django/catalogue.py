@@ -19,7 +19,6 @@ from outbox.contrib.django.actions import (
     processes,
     relay,
     rocketmq,
-    schedules,
     tables,
     topics,
     transactions,
@@ -31,7 +30,7 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, schedules, relay, rocketmq, erasing, repair)
+_PARTS: Final = (limits, endpoints, receiving, relay, rocketmq, erasing, repair)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

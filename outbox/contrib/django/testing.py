@@ -23,7 +23,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -42,8 +41,8 @@ from outbox.contrib.django.engine.broker import (
     reset_broker,
     use_broker,
 )
-from outbox.contrib.django.operations.scheduling import declared_schedules
-from outbox.contrib.django.settings.conf import chosen, forced, get_settings
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
 from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
@@ -52,7 +51,6 @@ from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
-from outbox.utils.ids import uuid7
 
 if TYPE_CHECKING:
     from outbox.broker.celery.tasks import CapturedTask
@@ -109,18 +107,6 @@ class OutboxForTests(ABC):
             self._tasks.pop(0).run()
             count += 1
         return count
-
-    def run_schedule(self, name: str) -> Message:
-        """Publish one message of a declared schedule now, and return the message. `drain` then runs its subscribers.
-
-        In a test no leader runs, so no schedule is due by itself. Raises ConfigurationError for an unknown name.
-        """
-        declared = {one.name: one for one in declared_schedules(get_settings())}
-        message = chosen("OUTBOX['SCHEDULES'] or @scheduled", declared, [name], "to run")[name].message(
-            datetime.now(UTC), uuid7()
-        )
-        get_broker().send([message], committed=True)
-        return message
 
     def redeliver(self, *, bypass_inbox: bool = False) -> int:
         """Deliver every message that `drain` has handled once more, and return how many messages a handler has got.

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from outbox import hooks
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.limits import SubscriptionLimits
@@ -57,10 +59,6 @@ _GAUGES: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "outbox_audit_age_seconds": ((), "Seconds since the last audit."),
     "outbox_audit_messages": (("scope", "name", "term"), "A term of conservation, as last audited."),
     "outbox_table_bytes": (("table",), "Size of the table on disk, with its indexes."),
-    "outbox_schedule_late_seconds": (
-        (*_PRODUCER, "schedule"),
-        "Seconds since the first due moment without a message; 0 while no due moment has passed.",
-    ),
     "outbox_relay_messages": (_DATABASE, "Messages that wait for the relay."),
     "outbox_relay_age_seconds": (_DATABASE, "Age of the oldest message that waits for the relay."),
     "outbox_relay_parked_messages": (_DATABASE, "Messages of the relay that RocketMQ has rejected."),
@@ -94,8 +92,8 @@ class ScrapeState:
     audit: Audit | None = None
     # The size of each table in bytes: the tables of the broker, and the application's ledger and inbox.
     sizes: Mapping[str, int] = field(default_factory=dict)
-    # How late each schedule is, by producer group and name (seconds).
-    schedules: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    # The figures of parts (`hooks.add_metrics`).
+    of_parts: Sequence[Figure] = ()
     limits: Sequence[SubscriptionLimits] = ()
     # The conditions of which this engine knows whether they hold.
     judged: Collection[str] = ()
@@ -128,7 +126,7 @@ class BrokerCollector:
                 labels, text = _COUNTERS[name]
                 family = CounterMetricFamily(name, text, labels=labels)
             else:
-                labels, text = _GAUGES[name]
+                labels, text = _GAUGES.get(name) or _gauges_of_parts()[name]
                 family = GaugeMetricFamily(name, text, labels=labels)
             for values, value in rows:
                 family.add_metric(values, value)
@@ -140,6 +138,10 @@ class BrokerCollector:
             if self._kept is None or now - self._kept[0] > _KEPT_SECONDS:
                 self._kept = (now, self._look())
             return self._kept[1]
+
+
+def _gauges_of_parts() -> Mapping[str, tuple[Sequence[str], str]]:
+    return {name: one for module in hooks.metrics for name, one in import_module(module).METRICS.items()}
 
 
 def _figures(state: ScrapeState) -> Iterator[Figure]:
@@ -158,7 +160,7 @@ def _figures(state: ScrapeState) -> Iterator[Figure]:
     if state.audit is not None:
         yield from _audit(state.audit)
     yield "outbox_table_bytes", [([table], size) for table, size in state.sizes.items()]
-    yield "outbox_schedule_late_seconds", list(state.schedules.items())
+    yield from ((name, rows[:MOST_PAIRS]) for name, rows in state.of_parts)
 
 
 def _conditions(state: ScrapeState) -> Figure:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.utils import DatabaseError
@@ -11,14 +12,12 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from outbox import hooks
-from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
 from outbox.broker.operations.broker_conditions import table_sizes
 from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.rules import unusable
 from outbox.broker.operations.summary import overview
-from outbox.broker.schedules.schedule import clock, list_schedules
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
@@ -76,17 +75,12 @@ def state() -> ScrapeState:
                     found.state.summary,
                     audit.last(run),
                     found.state.once(table_sizes) | _application_sizes(),
-                    schedules=_late_schedules(run),
+                    of_parts=[one for module in hooks.metrics for one in import_module(module).figures(found.state)],
                     limits=found.state.once(list_limits),
                     judged=judged,
                 )
     except (BrokerUnavailable, SchemaError) as error:
         return ScrapeState(unusable(error), judged=judged)
-
-
-def _late_schedules(run: Executor) -> dict[tuple[str, str], float]:
-    now = clock(run)
-    return {(one.producer_group, one.name): one.late_seconds(now) for one in list_schedules(run)}
 
 
 def _application_sizes() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.broker.schedules.cron import Cron
+from outbox.contrib.schedules.cron import Cron
 from outbox.errors import ConfigurationError
 
 MINUTE = timedelta(minutes=1)

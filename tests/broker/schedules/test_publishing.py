@@ -17,14 +17,15 @@ from uuid import UUID
 
 import pytest
 
+from outbox import hooks
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.schedules import publishing
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.publishing import ScheduleCounts, Scheduling, publish_now
-from outbox.broker.schedules.schedule import (
+from outbox.contrib.schedules import publishing
+from outbox.contrib.schedules.cron import Cron
+from outbox.contrib.schedules.publishing import ScheduleCounts, Scheduling, publish_now
+from outbox.contrib.schedules.schedule import (
     NAME_HEADER,
     TIME_HEADER,
     Missed,
@@ -116,7 +117,7 @@ from datetime import datetime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.schedules.publishing import run_once
+from outbox.contrib.schedules.publishing import run_once
 with contextlib.closing(BrokerDatabase(sys.argv[1]).open()) as connection:
     run_once(Executor(connection, "outbox"), TopicCatalog(), now=datetime.fromisoformat(sys.argv[2]))
 """
@@ -126,6 +127,10 @@ def test_a_leader_killed_before_and_after_the_commit(run: Executor, database: Br
     """Without the commit nothing is stored. After the commit the moment is not published again."""
     declare(run, GROUP, [hourly()], now=NOON)
     due = NOON + HOUR
+    assert {name for name in hooks.fault_points if "schedule" in name} == {
+        "schedule.after_append",
+        "schedule.after_commit",
+    }
     for step, stored in (("after_append", []), ("after_append", []), ("after_commit", [due])):
         killed = subprocess.run(
             [sys.executable, "-c", _PUBLISH, database.conninfo, due.isoformat()],

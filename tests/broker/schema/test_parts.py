@@ -79,6 +79,8 @@ class Service:
         """Have the part `greeting` with these files, or no part."""
         self._patch.setattr(hooks, "schemas", {})
         self._patch.setattr(hooks, "leader_work", {})
+        # Their rules read the tables of the parts.
+        self._patch.setattr(hooks, "broker_conditions", {})
         if files is None:
             return
         package = f"greeting_{uuid4().hex}"

@@ -20,10 +20,6 @@ from django.utils import timezone
 from outbox.broker.groups.registration import register
 from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations.conditions import Condition, Fact, Severity
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.schedule import Schedule, declare
-from outbox.contrib.console import asking, tabs, urls
-from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
@@ -35,6 +31,7 @@ from tests.django.broker_world import World
 from tests.django.given_conditions import give
 from tests.django.operators import bury, client_of, make_user, retried, working
 from tests.django.support import sequence
+from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
@@ -235,9 +232,13 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
     for kind, value in zip(kinds, [*values, *values], strict=False):
         stored = (kind, value[:300], value)
         world.sql("INSERT INTO outbox.incident (kind, subject, detail) VALUES (%s, %s, %s)", *stored)
-    schedule = Schedule(producer_group="shop", name="r", topic="orders", cron=Cron("0 3 * * *", "UTC"))
-    declare(world.run, "shop", [schedule])
-    world.sql("UPDATE outbox.schedule SET error = %s, next_at = %s, last_at = %s", text, LAST, FIRST)
+    if has("schedules"):
+        from outbox.contrib.schedules.cron import Cron
+        from outbox.contrib.schedules.schedule import Schedule, declare
+
+        schedule = Schedule(producer_group="shop", name="r", topic="orders", cron=Cron("0 3 * * *", "UTC"))
+        declare(world.run, "shop", [schedule])
+        world.sql("UPDATE outbox.schedule SET error = %s, next_at = %s, last_at = %s", text, LAST, FIRST)
     for version in ("9" * 5000, "-1", short):
         with transaction.atomic():
             receipt = publish("orders", {}, headers={"outbox-event": "order.x"})

@@ -8,8 +8,8 @@ import pytest
 from django.core.management import call_command
 from django.test import Client
 
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.schedule import Schedule, declare
+from outbox.contrib.schedules.cron import Cron
+from outbox.contrib.schedules.schedule import Schedule, declare
 from tests.django.broker_world import World
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")

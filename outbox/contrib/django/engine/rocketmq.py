@@ -19,7 +19,6 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_al
 from outbox.contrib.django.settings.conf import refused_elsewhere
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
-from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.errors import ConfigurationError, UsageError
 from outbox.message import Message
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
@@ -104,12 +103,6 @@ class RocketMQEngine(Engine):
                 "OUTBOX['LARGE_BODIES'] needs the bundled broker: RocketMQ removes messages by itself, so outbox would "
                 "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
                 "publish its name; or keep the topics with large bodies on PostgreSQL."
-            )
-        if schedules := sorted({*settings.schedules, *scheduled_functions()}):
-            yield (
-                f"the schedules {', '.join(map(repr, schedules))} are published by the leader of the bundled broker, "
-                f"and RocketMQ has no such leader: call publish() in a task of Celery beat instead, or keep the topics "
-                f"of the schedules on PostgreSQL."
             )
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})

@@ -30,7 +30,6 @@ from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import mariadb
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
-from outbox.contrib.django.operations.scheduling import schedule_problems
 from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, imported
@@ -63,7 +62,6 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         _router,
         _subscribers,
         _handler_middleware,
-        _schedules,
         lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
@@ -167,11 +165,6 @@ def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
         with_middleware(lambda given: None)
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E037")
-
-
-def _schedules(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for text in schedule_problems(settings):
-        yield Error(text, id="outbox.E038")
 
 
 def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMessage]:

@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions` and `DeclaredSchedule`, and those of THRESHOLDS are names of declared thresholds. Parts add
-keys of their own (`hooks.add_settings`). After a change to a definition, run `python -m tests.house.tables`, which
-writes the tables in the documents.
+fields of `TopicOptions`, `DeclaredForward` and `DeclaredReceive`, and those of THRESHOLDS are names of declared
+thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
+`python -m tests.house.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from django.utils.module_loading import import_string
 
 from outbox import contrib, hooks
 from outbox.broker.operations.conditions import Thresholds
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.schedule import Missed
 from outbox.contrib.django.settings.definition import (
     Rule,
     address,
@@ -195,59 +193,6 @@ def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
     return None if value is None else read(DeclaredLargeBodies, where, value)
 
 
-# -- OUTBOX["SCHEDULES"][name] and @scheduled -------------------------------------------------------
-
-
-def _cron(where: str, value: Any) -> str:
-    try:
-        return Cron(any_text.check(where, value), "UTC").expression
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-
-
-def _timezone(where: str, value: Any) -> str:
-    try:
-        return Cron("0 0 * * *", any_text.check(where, value)).timezone
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredSchedule:
-    """One entry of SCHEDULES, or one `@scheduled`."""
-
-    cron: str = required(
-        Rule("cron expression", _cron),
-        meaning="minute, hour, day of month, month and day of week, as in [cron](#expressions)",
-    )
-    topic: str = required(
-        text("topic"), meaning="the topic that gets the messages; declare it in `TOPICS`. FIFO topics are refused"
-    )
-    timezone: str = setting(
-        "UTC",
-        Rule("IANA name of a time zone", _timezone),
-        meaning="the time zone of the expression, for example `Europe/Berlin`",
-    )
-    body: Any = setting(
-        {},
-        Rule("a value that the topic's codec encodes", lambda where, value: value),
-        meaning="the body of each message",
-    )
-    missed: Missed = setting(
-        Missed.COALESCE,
-        member(Missed),
-        shown='`"coalesce"`',
-        meaning="what is published after a time without a leader, or after a pause: one message (`coalesce`), one "
-        "message for each due moment (`catch_up`), or no message that is more than five minutes late (`skip`)",
-    )
-
-
-def read_schedule(where: str, name: object, given: object) -> DeclaredSchedule:
-    """Check the name and the options of a schedule that is declared at the place `where`. Raises ConfigurationError."""
-    group.check(f"{where}, name", name)
-    return read(DeclaredSchedule, where, given)
-
-
 # -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
 
 
@@ -343,12 +288,20 @@ class OutboxSettings:
         word="large body; claim check (Enterprise Integration Patterns)",
         meaning="where the bodies of [large messages](large-bodies.md) are stored",
     )
-    schedules: Mapping[str, DeclaredSchedule] = setting(
+    forward: Mapping[str, DeclaredForward] = setting(
         {},
-        _by_group(DeclaredSchedule, "{name: {'cron': '0 3 * * *', 'topic': …}}"),
+        _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
         bundled_only=True,
-        word="schedule (Temporal, Quartz)",
-        meaning="the [schedules](schedules.md) by which the leader publishes messages",
+        word="forward",
+        meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
+        "system](forwarding.md)",
+    )
+    receive: Mapping[str, DeclaredReceive] = setting(
+        {},
+        _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
+        bundled_only=True,
+        word="receive",
+        meaning="the sources from which `outbox_worker --role receive` [receives messages](receiving.md)",
     )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 

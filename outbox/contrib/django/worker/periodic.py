@@ -1,4 +1,4 @@
-"""The periodic passes of a service: check-back, pruning, audit, comparing, schedules, and reporting conditions."""
+"""The periodic passes of a service: check-back, pruning, audit, comparing, reporting conditions, and those of parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any, Final
 from outbox import hooks
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
-from outbox.broker.schedules.schedule import RENEW_SECONDS
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.comparing import compare_when_due
-from outbox.contrib.django.operations.scheduling import declare_schedules
+from outbox.contrib.django.operations.large_bodies import INTERVAL_SECONDS, TURN_SECONDS, remove_orphans
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
 from outbox.contrib.django.settings.conf import get_settings
@@ -60,16 +59,12 @@ def passes() -> list[PeriodicPass]:
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
     if settings.has_database:
         always.append(_in_turn("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))
-    always += [_in_turn(name, one.interval_seconds, hooks.when_called(one.work)) for name, one in hooks.passes.items()]
+    if settings.large_bodies is not None and settings.has_database:
+        orphans = partial(remove_orphans, max_seconds=TURN_SECONDS)
+        always.append(_in_turn("large_bodies", INTERVAL_SECONDS, lambda: asdict(orphans())))
+    always += [_of_part(name, one) for name, one in hooks.passes.items()]
     if not settings.producer_group:
         return always
-    if settings.has_database:
-        # Every worker stores the declarations of its version, so this pass does not wait for a turn.
-        always.append(
-            PeriodicPass(
-                name="schedules", interval_seconds=RENEW_SECONDS, run=partial(_watched, "schedules", declare_schedules)
-            )
-        )
     seconds = settings.check_interval_seconds
     of_engine = [
         PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
@@ -92,6 +87,13 @@ def _by_engine(name: str) -> Mapping[str, Any]:
 def _compared() -> Mapping[str, Any]:
     counts = compare_when_due()
     return {} if counts is None else asdict(counts)
+
+
+def _of_part(name: str, one: hooks.Pass) -> PeriodicPass:
+    work = hooks.when_called(one.work)
+    if one.in_every_process:
+        return PeriodicPass(name=name, interval_seconds=one.interval_seconds, run=partial(_watched, name, work))
+    return _in_turn(name, one.interval_seconds, work)
 
 
 def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:

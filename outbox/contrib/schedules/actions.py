@@ -11,14 +11,14 @@ from zoneinfo import ZoneInfo
 from django.utils.safestring import mark_safe
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.schedules.publishing import publish_now
-from outbox.broker.schedules.schedule import ScheduleRow, clock, find_schedule, list_schedules, pause
 from outbox.contrib.django.actions.cells import badge, code, error, joined, link, span, topic_link
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action, argument
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Button, Column, Listing, States, actions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.schedules.publishing import publish_now
+from outbox.contrib.schedules.schedule import ScheduleRow, clock, find_schedule, list_schedules, pause
 
 _FIELDS: Final = (
     argument("schedule", "schedule"),

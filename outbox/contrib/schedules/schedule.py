@@ -19,7 +19,7 @@ from uuid import UUID
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.schedules.cron import Cron
+from outbox.contrib.schedules.cron import Cron
 from outbox.errors import ConfigurationError, UsageError
 from outbox.message import Message
 

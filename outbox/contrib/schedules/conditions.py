@@ -7,7 +7,7 @@ from typing import Final
 
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold
 from outbox.broker.operations.state import BrokerState
-from outbox.broker.schedules import schedule
+from outbox.contrib.schedules import schedule
 
 CONDITIONS: Final = Declarations[BrokerState]()
 SCHEDULE_LATE_SECONDS: Final = Threshold(

@@ -25,7 +25,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.schedules.schedule import Missed, ScheduleRow, clock, lock_schedule
+from outbox.contrib.schedules.schedule import Missed, ScheduleRow, clock, lock_schedule
 from outbox.errors import BrokerUnavailable, OutboxError
 from outbox.message import Message
 from outbox.utils.faults import point
@@ -208,7 +208,7 @@ class Scheduling:
     def __init__(self, database: BrokerDatabase) -> None:
         self._database = database
         self._catalog = TopicCatalog(database.schema)
-        self._note = FailureNote(database, ProcessPart.SCHEDULES)
+        self._note = FailureNote(database, ProcessPart.LEADER_WORK, of="schedules")
         self.look_at = 0.0
         # The first pass waits for `wake`.
         self.loop = BackgroundLoop(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from outbox.contrib.django.settings.conf import DeclaredSchedule, read_schedule
 from outbox.contrib.django.subscribers.callables import path_of
-from outbox.contrib.django.subscribers.registry import subscriber
+from outbox.contrib.django.subscribers.registry import Subscriber, subscriber, subscribers
+from outbox.contrib.schedules.settings import DeclaredSchedule, read_schedule
 from outbox.errors import ConfigurationError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The declared schedule and the path of its function, by the name of the schedule.
-_scheduled: dict[str, tuple[DeclaredSchedule, str]] = {}
+# The declared schedule and its subscriber, by the name of the schedule.
+_scheduled: dict[str, tuple[DeclaredSchedule, Subscriber]] = {}
 
 
 def scheduled(
@@ -46,14 +46,17 @@ def scheduled(
         declared = read_schedule(
             f"@scheduled of {path_of(function)}", one, {**given, **({} if body is None else {"body": body})}
         )
-        known = _scheduled.get(one)
+        known = scheduled_functions().get(one)
         if known is not None and known[1] != path_of(function):
             raise ConfigurationError(
                 f"the schedule {one!r} is declared by {known[1]} and by {path_of(function)}: give one of them another "
                 "name, @scheduled(…, name='…')."
             )
         subscriber(topic, group=group, **options)(function)
-        _scheduled[one] = (declared, path_of(function))
+        [registered] = [
+            item for item in subscribers() if (item.subscription.group, item.subscription.topic) == (group, topic)
+        ]
+        _scheduled[one] = (declared, registered)
         return function
 
     return decorate
@@ -61,9 +64,5 @@ def scheduled(
 
 def scheduled_functions() -> Mapping[str, tuple[DeclaredSchedule, str]]:
     """Return the schedules of `@scheduled` and the paths of their functions, by name."""
-    return dict(_scheduled)
-
-
-def forget_scheduled() -> None:
-    """Remove all schedules of `@scheduled`, for tests."""
-    _scheduled.clear()
+    registered = subscribers()
+    return {name: (declared, item.name) for name, (declared, item) in _scheduled.items() if item in registered}

@@ -10,14 +10,17 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from django.core.checks import CheckMessage, Error
+
 from outbox.broker.database.executor import Executor
-from outbox.broker.schedules.cron import Cron
-from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.settings.conf import DeclaredSchedule, OutboxSettings, get_settings
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, settings_of
 from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.contrib.django.subscribers.scheduled import scheduled_functions
+from outbox.contrib.schedules.cron import Cron
+from outbox.contrib.schedules.decorator import scheduled_functions
+from outbox.contrib.schedules.schedule import Schedule, declare
+from outbox.contrib.schedules.settings import DeclaredSchedule, ScheduleSettings
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.utils.safe_text import shown_text
 
@@ -27,25 +30,45 @@ def declared_schedules(settings: OutboxSettings) -> list[Schedule]:
 
     Raises ConfigurationError or UnserialisableBody.
     """
-    return [_schedule(settings, name, one) for name, one in _all(settings).items()]
+    return [_schedule(settings, name, one) for name, one in _all().items()]
 
 
 def declare_schedules() -> Mapping[str, Any]:
     """Store the schedules of this project on the broker, and return the counts. Raises OutboxError."""
     autodiscover()
     settings = get_settings()
+    if not settings.has_database or not settings.producer_group:
+        if problem := next(schedule_problems(settings), ""):
+            raise ConfigurationError(problem)
+        return {}
     group = settings.required_producer_group()
     wanted = declared_schedules(settings)
     with broker_connection() as (connection, schema):
         return asdict(declare(Executor(connection, schema), group, wanted))
 
 
-def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
-    """Yield a text for each schedule that the leader could not publish, for `manage.py check`."""
+def check_schedules(**options: Any) -> list[CheckMessage]:
+    """Report each schedule that the leader could not publish, for `manage.py check`."""
     try:
-        declared = _all(settings)
+        return [Error(text, id="outbox.E038") for text in schedule_problems(get_settings())]
+    except ConfigurationError:
+        # The core's check reports wrong settings.
+        return []
+
+
+def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
+    """Yield a text for each schedule that the leader could not publish."""
+    try:
+        declared = _all()
     except ConfigurationError as error:
         yield shown_text(error)
+        return
+    if declared and not settings.has_database and not settings.in_memory:
+        yield (
+            f"the schedules {', '.join(map(repr, declared))} are published by the leader of the bundled broker, and "
+            "OUTBOX['BROKER'] is the address of another one, which has no such leader: call publish() in a task of "
+            "Celery beat instead, or keep the topics of the schedules on PostgreSQL."
+        )
         return
     if declared and not settings.producer_group:
         yield (
@@ -68,8 +91,8 @@ def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
             yield f"the schedule {name!r} cannot be published: {shown_text(error)}"
 
 
-def _all(settings: OutboxSettings) -> dict[str, DeclaredSchedule]:
-    found = dict(settings.schedules)
+def _all() -> dict[str, DeclaredSchedule]:
+    found = dict(settings_of(ScheduleSettings).schedules)
     for name, (declared, path) in scheduled_functions().items():
         if name in found:
             raise ConfigurationError(
