@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from io import StringIO
@@ -14,7 +16,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.test.utils import override_settings
 
-from outbox import Delivery
+from outbox import Delivery, hooks
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.operations.telemetry import state
@@ -167,6 +169,31 @@ def test_schedules_without_a_producer_group_fail_the_check() -> None:
     given = {name: value for name, value in settings.OUTBOX.items() if name != "PRODUCER_GROUP"}
     with override_settings(OUTBOX={**given, "SCHEDULES": {"nightly": NIGHTLY}}):
         assert "need OUTBOX['PRODUCER_GROUP']" in errors()[0]
+
+
+def test_the_setting_without_the_app_is_refused_with_the_name_of_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "settings", {})
+    with pytest.raises(ConfigurationError, match=r"'SCHEDULES'.*add 'outbox\.contrib\.schedules' to INSTALLED_APPS"):
+        parse_settings({"SCHEDULES": {"nightly": NIGHTLY}})
+
+
+_EARLY = """
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["outbox.contrib.django", "outbox.contrib.schedules"],
+    OUTBOX={"SCHEDULES": {"nightly": {"cron": "0 3 * * *", "topic": "orders"}}},
+)
+from outbox.contrib.django.settings.conf import get_settings, settings_of
+get_settings()
+from outbox.contrib.schedules.settings import ScheduleSettings
+print(list(settings_of(ScheduleSettings).schedules))
+"""
+
+
+def test_the_setting_is_known_before_django_has_loaded_the_apps() -> None:
+    """A Celery app that is finalised early reads the settings for its beat entries."""
+    done = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, check=False)
+    assert done.stdout == "['nightly']\n", done.stderr
 
 
 # -- tests of applications -------------------------------------------------------------------------

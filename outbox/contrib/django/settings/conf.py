@@ -24,6 +24,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
+from django.apps import apps
 from django.conf import settings as django_settings
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
@@ -553,6 +554,8 @@ def parse_settings(raw: object) -> OutboxSettings:
 
 
 def _parse(raw: object) -> tuple[OutboxSettings, Mapping[type, Any]]:
+    if not apps.apps_ready:
+        _load_parts()
     settings, *of_parts = read_together((OutboxSettings, *hooks.settings.values()), "OUTBOX", raw, elsewhere=_of_part)
     if settings.celery_app is not None:
         # The calls of transactional Celery tasks need a topic, so add this topic to the declared topics.
@@ -562,16 +565,11 @@ def _parse(raw: object) -> tuple[OutboxSettings, Mapping[type, Any]]:
     return settings, {type(one): one for one in of_parts}
 
 
-def refused_elsewhere(engine: str) -> Iterator[str]:
-    """Yield a text for each setting of a part that is given and that only the bundled broker can serve."""
-    for kind in hooks.settings.values():
-        given: Any = settings_of(kind)
-        for attribute, item in definitions(kind).items():
-            if item.instead and getattr(given, attribute) != item.default:
-                yield (
-                    f"OUTBOX[{item.name!r}] needs the bundled broker, but OUTBOX['BROKER'] names {engine}: "
-                    f"{item.instead}."
-                )
+def _load_parts() -> None:
+    """Let the parts add their settings, because a Celery app may need them before Django has loaded the apps."""
+    for app in django_settings.INSTALLED_APPS:
+        if app.startswith(f"{contrib.__name__}.") and find_spec(f"{app}.apps") is not None:
+            import_module(f"{app}.apps")
 
 
 def _of_part(key: str) -> str | None:
@@ -583,6 +581,7 @@ def _of_part(key: str) -> str | None:
             if (
                 isinstance(kind, type)
                 and is_dataclass(kind)
+                and kind.__module__ == f"{part.name}.settings"
                 and any(one.name == key for one in definitions(kind).values())
             ):
                 return f"add {part.name!r} to INSTALLED_APPS, because this setting belongs to that part"
