@@ -102,7 +102,10 @@ PARTS: Final = (
     ),
     Part(
         "limits",
-        r"\blimiter\b|\bLimits\b|groups\.limits|operations\.limits|limit_bucket|rate_limit",
+        # The word "limits" alone is said of topics, sessions, queues and timeouts, too.
+        r"\blimiter\b|\bLimits\((?:running|per_key|rate)|(?:: |import )Limits\b|subscription\.limits|limits=|"
+        r"import limits\b|(?:outbox|contrib|groups|operations|actions)\.limits|(?:outbox_group |has_|list_)limits|"
+        r"limits\.(?:per_key|declare|withdraw|release)|subscription_limit|slot_demand",
         (
             "broker/groups/limits.py",
             "broker/consumer/limiter.py",
