@@ -28,7 +28,7 @@ from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.message import Delivery, Message
 from outbox.subscription import Subscription
 from outbox.topic import Topic
@@ -40,13 +40,13 @@ _BATCH = 40
 _KEYS = 1_000
 _ALL = Limits(running=1_000, per_key=100, rate="100000/s", burst=1_000)
 # The limits, and whether each message has a key of its own.
-_WAYS: dict[str, tuple[Limits | None, bool]] = {
-    "none": (None, False),
-    "running": (Limits(running=1_000), False),
-    "rate": (Limits(rate="100000/s", burst=1_000), False),
-    "per_key, 1,000 keys": (Limits(per_key=100), False),
-    "all three, 1,000 keys": (_ALL, False),
-    "per_key, each message with a new key": (Limits(per_key=100), True),
+_WAYS: dict[str, tuple[list[Limits], bool]] = {
+    "none": ([], False),
+    "running": ([Limits(running=1_000)], False),
+    "rate": ([Limits(rate="100000/s", burst=1_000)], False),
+    "per_key, 1,000 keys": ([Limits(per_key=100)], False),
+    "all three, 1,000 keys": ([_ALL], False),
+    "per_key, each message with a new key": ([Limits(per_key=100)], True),
 }
 
 
@@ -62,7 +62,7 @@ def handle(delivery: Delivery) -> None:
 def consume(url: str, name: str) -> None:
     """The consumer process: answer each line of the standard input with the CPU time of this process, until the end."""
     stop = threading.Event()
-    subscription = Subscription(group=_topic(name), topic=_topic(name), limits=_WAYS[name][0])
+    subscription = Subscription(group=_topic(name), topic=_topic(name), options=_WAYS[name][0])
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=url), [(subscription, handle)])
     tune_garbage_collector()
     thread = threading.Thread(target=runtime.run, args=(stop,))

@@ -3,7 +3,6 @@
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec
 from outbox.events.declaration import Compatibility, event, upcast
-from outbox.limits import Limits
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.recall import Recall, RecallStatus
 from outbox.retry import RetryPolicy
@@ -26,7 +25,6 @@ __all__ = [
     "EndTransaction",
     "HalfTransaction",
     "JsonCodec",
-    "Limits",
     "Message",
     "MessageType",
     "Mode",

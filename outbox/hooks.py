@@ -54,6 +54,59 @@ def add_pass(name: str, interval_seconds: float, work: str, *, in_every_process:
     passes[name] = Pass(interval_seconds, work, in_every_process)
 
 
+# -- subscriptions ---------------------------------------------------------------------------------
+
+# The class of an option of subscriptions -> the dotted path of a class like `Admission`.
+admissions: Final[dict[type, str]] = {}
+
+
+def add_admission(option: type, kind: str) -> None:
+    """Let a part decide when the calls of a subscription start that has an option of this class.
+
+    `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/admission.py). A
+    consumer process makes one object per subscription with such an option, and calls it in the dispatching thread. An
+    error of it is an error of this thread's step, which begins again. A subscription has one such option at most.
+    """
+    admissions[option] = kind
+
+
+class SubscriptionRows(NamedTuple):
+    """The dotted paths of the functions of a part that has rows about subscriptions in the broker's database."""
+
+    registered: str
+    deleted: str
+    left: str
+    expired: str
+
+
+subscription_rows: Final[dict[str, SubscriptionRows]] = {}
+
+
+def add_subscription_rows(name: str, *, registered: str, deleted: str, left: str, expired: str) -> None:
+    """Keep rows of a part about subscriptions in step with subscriptions and consumer processes.
+
+    `registered(run, key, subscription)`: a process has registered the subscription, whose key is (group id, topic id).
+    `deleted(run, key)`: an operator deletes the subscription. `left(run, instance)`: a consumer process has ended, or a
+    supervisor has recorded its death. All three are called in the transaction of the event, if it has one, and an error
+    undoes the event. `expired(run)`: remove what processes have left behind that died unseen; called when a consumer
+    process starts.
+    """
+    subscription_rows[name] = SubscriptionRows(registered, deleted, left, expired)
+
+
+waits: Final[dict[str, None]] = {}
+
+
+def add_waits(work: str) -> None:
+    """Tell operators what the messages of a subscription wait for in the memory of the consumer processes.
+
+    The function at the dotted path, `(run) -> {(group, topic): facts}`, names the subscriptions whose messages wait.
+    Its facts are added to the evidence of `lag` and `group_paused`; one of them is `waiting_for`. It is called on a
+    connection of the broker in autocommit mode, and an error means that the broker cannot be read.
+    """
+    waits[work] = None
+
+
 # -- conditions ------------------------------------------------------------------------------------
 
 # Modules with declarations of the name CONDITIONS, in the order in which they were added.

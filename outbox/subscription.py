@@ -12,7 +12,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from outbox import names
+from outbox import hooks, names
 from outbox.errors import (
     HandlerError,
     InvalidSubscription,
@@ -22,7 +22,6 @@ from outbox.errors import (
     UndecodableBody,
 )
 from outbox.events.declaration import find_event
-from outbox.limits import Limits
 from outbox.retry import RetryPolicy
 from outbox.utils.safe_text import class_name, error_line, show_as, shown_text, traceback_of
 
@@ -97,6 +96,25 @@ def _required(meaning: str) -> str:
     return made  # type: ignore[no-any-return]
 
 
+class SubscriptionOption:
+    """The base class of the options that parts declare, for `Subscription(options=[…])`.
+
+    The core does not know what an option means. It asks the option whether it fits the subscription, and calls the
+    hooks that the part has added for its class (outbox/hooks.py).
+    """
+
+    __slots__ = ()
+
+    def complaints(self, subscription: Subscription) -> Iterator[str]:
+        """Yield why the option does not fit the subscription."""
+        yield from ()
+
+    @property
+    def waits_for_key(self) -> bool:
+        """Whether messages may wait for others of their key, although the subscription handles them in any order."""
+        return False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscription:
     """One consumer group's subscription to one topic.
@@ -149,10 +167,8 @@ class Subscription:
         "the types of the [events](events.md) that the handler gets",
         shown="from the annotation",
     )
-    limits: Limits | None = _option(
-        None,
-        "the [limits](limits.md) for all workers together: calls that run at the same time, calls of one key, and "
-        "messages per time",
+    options: Sequence[SubscriptionOption] = _option(
+        (), "the options of parts, such as [limits](limits.md) for all workers together", shown="`[]`"
     )
 
     def __post_init__(self) -> None:
@@ -178,24 +194,22 @@ class Subscription:
             yield f"max_suspends={self.max_suspends!r} must be a whole number, at least 0, or None for no limit"
         if not isinstance(self.broadcast, bool):
             yield f"broadcast={self.broadcast!r} must be True or False"
-        if self.limits is not None:
-            yield from self._complaints_about_limits(self.limits)
+        yield from self._complaints_about_options()
         if not isinstance(self.events, tuple) or any(find_event(kind) is None for kind in self.events):
             yield f"events={self.events!r} must be a tuple of types that @event declares"
         yield from self._complaints_about_effects()
 
-    def _complaints_about_limits(self, limits: object) -> Iterator[str]:
-        if not isinstance(limits, Limits):
-            yield f"limits={limits!r} must be Limits, for example Limits(running=20)"
-        elif self.broadcast:
-            yield "a broadcast group has no limits, because every process handles every message: remove limits="
-        elif limits.per_key is not None and self.mode is not Mode.CONCURRENT:
-            yield (
-                f"per_key={limits.per_key} needs mode='concurrent'; mode={self.mode.value!r} already handles one "
-                "message of a key at a time"
-            )
-        elif limits.per_key is not None and self.batch != 1:
-            yield f"per_key={limits.per_key} needs batch=1, because a batch has messages of several keys"
+    def _complaints_about_options(self) -> Iterator[str]:
+        if isinstance(self.options, str) or not isinstance(self.options, Sequence):
+            yield f"options={self.options!r} must be a list of options of parts"
+            return
+        for option in self.options:
+            if isinstance(option, SubscriptionOption):
+                yield from option.complaints(self)
+            else:
+                yield f"options has {option!r}, which is no option of a part"
+        if len(admitting := [option for option in self.options if type(option) in hooks.admissions]) > 1:
+            yield f"only one option may decide when handler calls start, but options has {admitting}"
 
     def _complaints_about_effects(self) -> Iterator[str]:
         if not isinstance(self.effects, Effects):

@@ -52,7 +52,7 @@ BROKER = os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-pha
 # RocketMQ refuses effects="outside", limits and schedules, so there the shop works without them.
 ON_POSTGRESQL = "://" not in BROKER
 if ON_POSTGRESQL:
-    INSTALLED_APPS += ["outbox.contrib.schedules", "sample_project.payments", "sample_project.offers"]
+    INSTALLED_APPS += ["outbox.contrib.limits", "sample_project.payments", "sample_project.offers"]
 MIDDLEWARE = [
     "sample_project.request_id.of_request",
     "django.middleware.security.SecurityMiddleware",

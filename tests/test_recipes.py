@@ -160,8 +160,8 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 
 def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
-    sources = [path for folder in (django / "actions", django / "repair") for path in sorted(folder.glob("*.py"))]
-    sources += sorted(django.parent.glob("*/actions.py"))
+    folders = [django / "actions", django / "repair", ROOT / "outbox" / "contrib" / "limits"]
+    sources = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     declared = {}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -221,6 +221,6 @@ def test_every_engine_can_be_chosen_by_the_settings() -> None:
 
 def test_every_option_of_a_subscription_can_be_given_to_subscriber() -> None:
     # Two words for one filter; and options around the handler that are no part of the subscription.
-    more = {"tag", "idempotent", "using", "options"}
+    more = {"tag", "idempotent", "using", "further"}
     given = (set(inspect.signature(subscriber).parameters) | set(_OPTIONS)) - more
     assert given == {item.name for item in dataclasses.fields(Subscription)}

@@ -71,10 +71,10 @@ REFUSALS: Final = Refusals(
             Refusal("queue that stops at a failing message", "Use on_error with 'retry' or 'dead_letter'."),
         ),
         (
-            lambda asked: asked.subscription.limits is not None,
+            lambda asked: bool(asked.subscription.options),
             Refusal(
-                "limits for all workers together",
-                "Remove limits=, and set `threads` and the number of consumer processes instead.",
+                "options of parts, such as limits for all workers together",
+                "Remove options=. Instead of limits, set `threads` and the number of consumer processes.",
             ),
         ),
         (

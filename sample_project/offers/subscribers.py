@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from django.core.mail import send_mail
 
-from outbox import Delivery, Limits
+from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.unique import Unique
+from outbox.contrib.limits import Limits
 from sample_project import request_id
 from sample_project.events import OrderPaid
 
@@ -28,7 +28,7 @@ def make(delivery: Delivery[OrderPaid]) -> None:
 
 
 # The mail service takes one mail a second from all processes of the shop together.
-@subscriber("offer.made", group="offers.mail", effects="outside", limits=Limits(rate="1/s"))
+@subscriber("offer.made", group="offers.mail", effects="outside", options=[Limits(rate="1/s")])
 def mail(delivery: ClaimedDelivery) -> None:
     """Mail an offer. If the process dies during the call, the customer may get the mail twice, which does no harm."""
     address = f"{delivery.body['customer']}@example.org"

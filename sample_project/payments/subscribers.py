@@ -8,9 +8,9 @@ from typing import Final
 
 from django.db.models import Sum
 
-from outbox import Delivery, Limits
-from outbox.contrib.django import ClaimedDelivery, subscriber
-from outbox.contrib.schedules import scheduled
+from outbox import Delivery
+from outbox.contrib.django import ClaimedDelivery, scheduled, subscriber
+from outbox.contrib.limits import Limits
 from sample_project.events import OrderPaid
 from sample_project.payments import client
 from sample_project.payments.models import Charge, Statement
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 PROVIDER_LIMITS: Final = Limits(running=4, rate="40/s")
 
 
-@subscriber(OrderPaid, group="payments", effects="outside", limits=PROVIDER_LIMITS, timeout_seconds=60)
+@subscriber(OrderPaid, group="payments", effects="outside", options=[PROVIDER_LIMITS], timeout_seconds=60)
 def charge(delivery: ClaimedDelivery[OrderPaid]) -> None:
     """Charge a paid order once. If the process dies during the call, the next one repeats it with the same key."""
     paid = delivery.body

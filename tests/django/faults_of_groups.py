@@ -11,7 +11,7 @@ from uuid import uuid4
 import psycopg
 from django.utils import timezone
 
-from outbox import Delivery, Limits, event
+from outbox import Delivery, event
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -24,7 +24,7 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.forwarding.running import forward_once
+from outbox.contrib.limits import Limits
 from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import PermanentError
@@ -243,7 +243,7 @@ def limit_binding(world: World) -> None:
     """A limit is too low for the messages of a subscription."""
     world.limits(LIMIT_SECONDS=[0.5, None])
 
-    @subscriber("orders", group="effects", limits=Limits(rate="1/h"))
+    @subscriber("orders", group="effects", options=[Limits(rate="1/h")])
     def effect(delivery: Delivery) -> None:
         pass
 

@@ -37,7 +37,7 @@ from outbox.contrib.django.ledger.partitions import list_partitions
 from outbox.contrib.django.models import OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
@@ -246,7 +246,7 @@ def _reset(world: World) -> Given:
 
 @case("limits", rows("SELECT declared, override FROM outbox.subscription_limit"))
 def _limits(world: World) -> Given:
-    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=20, rate="100/min")))
+    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=20, rate="100/min")]))
     return {"group": "mail", "topic": "orders", "running": "5"}
 
 

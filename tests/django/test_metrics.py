@@ -19,7 +19,7 @@ import pytest
 from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 
-from outbox import Delivery, Limits, hooks
+from outbox import Delivery
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
@@ -29,6 +29,7 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.limits import Limits
 from outbox.contrib.prometheus import collector
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
@@ -214,7 +215,7 @@ def asked() -> list[str]:
 def exported(world: World, registry: CollectorRegistry) -> dict[str, float]:
     """Each series that a process exports after messages, check-backs, a tick and an audit."""
 
-    @subscriber("orders", group="effects", limits=Limits(running=2))
+    @subscriber("orders", group="effects", options=[Limits(running=2)])
     def effect(delivery: Delivery) -> None: ...
 
     world.publish()

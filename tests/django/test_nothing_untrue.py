@@ -14,7 +14,7 @@ import pytest
 from django.db import connections
 from django.utils import timezone
 
-from outbox import Delivery, Limits, RetryPolicy, event
+from outbox import Delivery, RetryPolicy, event
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -36,6 +36,8 @@ from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.raised import by_subject
 from outbox.contrib.django.operations.watching import look, run_audit
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.limits import Limits
+from outbox.contrib.prometheus.collector import ScrapeState, _conditions
 from outbox.errors import PermanentError
 from outbox.events import declaration
 from tests.django.broker_world import World, new_world
@@ -72,7 +74,7 @@ class States:
 
         @subscriber("orders", group="handled", tag="handled")
         @subscriber("orders", group="deleted", tag="deleted")
-        @subscriber("orders", group="limited", tag="limited", limits=Limits(rate="1/h"))
+        @subscriber("orders", group="limited", tag="limited", options=[Limits(rate="1/h")])
         @subscriber("orders", group="overdue", tag="overdue")
         @subscriber("payments", group="paused")
         def handle(delivery: Delivery) -> None: ...

@@ -12,7 +12,7 @@ from django.db import connections
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World, new_world
 from tests.django.operators import bury
@@ -34,7 +34,7 @@ SQL = [(page.stem, code) for page in FOR_OPERATORS if page.stem != "roles" for c
 
 def letters(world: World) -> str:
     """Two dead letters of the group `billing`; returns the id of a message."""
-    register(world.run, Subscription(topic="orders", group="billing", limits=Limits(running=20)))
+    register(world.run, Subscription(topic="orders", group="billing", options=[Limits(running=20)]))
     world.publish(2)
     bury(world, "billing", "k0", "TimeoutError: no answer")
     bury(world, "billing", "k1", "ValueError: no such order")

@@ -106,13 +106,8 @@ PARTS: Final = (
         r"\blimiter\b|\bLimits\((?:running|per_key|rate)|(?:: |import )Limits\b|subscription\.limits|limits=|"
         r"import limits\b|(?:outbox|contrib|groups|operations|actions)\.limits|(?:outbox_group |has_|list_)limits|"
         r"limits\.(?:per_key|declare|withdraw|release)|subscription_limit|slot_demand",
-        (
-            "broker/groups/limits.py",
-            "broker/consumer/limiter.py",
-            "broker/operations/limits.py",
-            "broker/operations/limit_conditions.py",
-            f"{_DJANGO}/actions/limits.py",
-        ),
+        ("contrib/limits/",),
+        tests=("broker/limits/",),
     ),
     Part(
         "memory",

@@ -15,9 +15,8 @@ from operator import attrgetter, itemgetter
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.consumer.admission import admission_of
 from outbox.broker.consumer.fetch import MESSAGE_ID
-from outbox.broker.consumer.keyed_lane import KeyedLane
-from outbox.broker.consumer.limiter import Limiter
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
 from outbox.broker.consumer.shared_calls import Sharing
 from outbox.broker.consumer.work import (
@@ -227,7 +226,8 @@ class SubscriptionRunner:
     ) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
-        self.lane: Final = _lane(subscription)
+        option, kind = admission_of(subscribed) or (None, None)
+        self.lane: Final = (kind.lane(option) if kind is not None else None) or _lane(subscription)
         # Messages from the retry queue have given up their order, so they wait in a concurrent lane.
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
         # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
@@ -241,12 +241,10 @@ class SubscriptionRunner:
             shared_threads=threads or HandlerThreads([subscription]),
             batches=subscription.batch > 1,
             sharing=Sharing(sharing_calls) if shares else None,
-            is_limited=subscription.limits is not None,
+            is_gated=kind is not None,
         )
-        # None if the subscription has no limits.
-        self.limiter: Final = (
-            Limiter(subscribed, subscription.limits, self.pool, self.lanes) if subscription.limits is not None else None
-        )
+        # None if no option of the subscription decides when its calls start.
+        self.admission: Final = kind(option, subscribed, self.pool, self.lanes) if kind is not None else None
         self.outage: Final = Outage(subscription)
         self.unknown: Final = UnknownVersions()
         # Whether messages may wait in the lanes because the pool accepts no more calls.
@@ -263,7 +261,7 @@ class SubscriptionRunner:
 
     def admits(self, now: float) -> bool:
         """Return whether the pool may get another call now."""
-        if self.limiter is not None and not self.limiter.admits(now):
+        if self.admission is not None and not self.admission.admits(now):
             return False
         return self.pool.room > 0 and self.may_call(now)
 
@@ -272,14 +270,14 @@ class SubscriptionRunner:
         return self.outage.admits(now, running=self.pool.in_hand > 0)
 
     def is_backlogged(self) -> bool:
-        """Return whether messages may wait in the lanes because the pool or a limit accepts no more calls."""
-        return self.pool.room == 0 or (self.limiter is not None and self.limiter.waiting > 0)
+        """Return whether messages may wait in the lanes because the pool or an admission accepts no more calls."""
+        return self.pool.room == 0 or (self.admission is not None and self.admission.waiting > 0)
 
     def next_at(self, now: float) -> float | None:
         """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
         such time is known, return None."""
-        if self.pool.room == 0 and (self.limiter is None or self.pool.in_hand > 0):
-            # The end of a call wakes the dispatching thread. A process without slots and calls wakes for itself.
+        if self.pool.room == 0 and (self.admission is None or self.pool.in_hand > 0):
+            # The end of a call wakes the dispatching thread. A process whose gate is closed wakes for itself.
             return None
         resume_at = self.outage.resume_at
         if resume_at is not None and resume_at > now:
@@ -308,8 +306,6 @@ def _lane(subscription: Subscription) -> Lane:
         return OrderlyLane(subscription.batch)
     if subscription.mode is Mode.KEY_ORDERED:
         return KeyOrderedLane(subscription.batch)
-    if subscription.limits is not None and subscription.limits.per_key is not None:
-        return KeyedLane(subscription.limits.per_key)
     return ConcurrentLane(subscription.batch)
 
 
@@ -496,13 +492,15 @@ class Calls:
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
     def take_back(self) -> None:
-        """End the waiting calls of each pool that starts no more threads, or has no slot. The ended calls count as not
-        started."""
+        """End the waiting calls of each pool that starts no more threads, or whose gate is closed.
+
+        The ended calls count as not started.
+        """
         for runner in self._runners.values():
             if runner.pool.frozen:
                 for work in runner.pool.withdraw():
                     self.refuse(work, NOT_STARTED)
-            elif runner.limiter is not None:
+            elif runner.admission is not None:
                 for work in runner.pool.withdraw_at_gate():
                     self.refuse(work, NOT_STARTED)
 
@@ -562,7 +560,7 @@ class Calls:
     def keep_until_returned(self, work: HandlerCall, back: list[FetchedEntry]) -> None:
         """Keep the key or queue of a stuck call blocked until the call returns. Then try these messages again.
 
-        This is for ordered modes and for the limit `per_key`.
+        This is for ordered modes, and for an admission by which messages wait for their key.
         """
         self._stuck[work] = back
 

@@ -16,7 +16,6 @@ from uuid import UUID
 
 from outbox.broker.consumer.calls import Calls, SubscriptionRunner
 from outbox.broker.consumer.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
-from outbox.broker.consumer.keyed_lane import KeyedLane
 from outbox.broker.consumer.owned_queue import (
     ConsumingGroup,
     EntryOutcome,
@@ -252,7 +251,7 @@ class Prefetcher:
         If the statement fails, all messages of the call go back to their lane.
         """
         missing = [item for item in work.items if item.row is None]
-        soon = work.lane.next_shed(missing[0]) if isinstance(work.lane, KeyedLane) else []
+        soon = work.lane.next_shed(missing[0])
         try:
             rows = load(run, [(item.queue.key[1], item.offset) for item in chain(missing, soon)])
         except BaseException:
@@ -377,7 +376,7 @@ class Dispatcher:
         due += [
             at
             for runner in self._runners.values()
-            if runner.limiter is not None and (at := runner.limiter.next_at(now)) is not None
+            if runner.admission is not None and (at := runner.admission.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
         due += [at for runner in self._runners.values() if (at := runner.pool.spread_at()) is not None]
@@ -432,8 +431,8 @@ class Dispatcher:
         for work, _ in self._left:
             work.redelivery = None
         for runner in self._runners.values():
-            if runner.limiter is not None:
-                runner.limiter.forget()
+            if runner.admission is not None:
+                runner.admission.forget()
 
     def bound(self, run: Executor) -> None:
         """From now on, fetch only the messages that are in the queues now."""
@@ -714,16 +713,16 @@ class Dispatcher:
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
             runner.pool.spread(now)
-            if (limiter := runner.limiter) is not None:
+            if (admission := runner.admission) is not None:
                 may_start = not (runner.subscribed.group.paused or self._quarantine.silent) and runner.may_call(now)
-                limiter.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
+                admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
                 now = time.monotonic()
             if runner.subscribed.group.paused:
                 continue
             for lane in runner.lanes:
                 while not self._quarantine.silent and runner.admits(now) and (items := lane.take(now)):
-                    if limiter is not None:
-                        limiter.spend(items, now)
+                    if admission is not None:
+                        admission.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
             runner.backlog = runner.is_backlogged()
         self._calls.watched = self._watches()

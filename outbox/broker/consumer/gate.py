@@ -1,7 +1,7 @@
 """A gate in front of the threads of a pool: at most a number of calls, which changes at run time, is past the gate.
 
-The gate is where a process obeys the limit `running`: the number is the number of slots that the process holds. The
-thread that has finished a call lets the next waiting call pass, so the dispatching thread need not wake up.
+An admission opens and closes it for a number of calls. The thread that has finished a call lets the next waiting call
+pass, so the dispatching thread need not wake up.
 """
 
 from __future__ import annotations

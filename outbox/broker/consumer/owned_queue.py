@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from outbox import hooks
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.quarantine import QuarantinedMessage
@@ -52,11 +53,11 @@ class ConsumingGroup:
         return subscribed
 
 
-class SlotLease:
-    """Whether this process may rely on the slots of a subscription (groups.limits). Any thread may read it.
+class AdmissionLease:
+    """Whether this process may rely on what the admission of a subscription has given it. Any thread may read it.
 
-    `epoch` grows whenever other processes may have taken slots of this process. A call of an earlier epoch does not
-    start, because its slot may belong to another process now. See decision 209.
+    `epoch` grows whenever other processes may have got what was given to this process. A call of an earlier epoch does
+    not start, because another process may have what admitted it. See decision 209.
     """
 
     __slots__ = ("epoch", "trusted_until")
@@ -70,9 +71,9 @@ class SlotLease:
         return lease_clock() < self.trusted_until
 
     def admits(self, epoch: int) -> bool:
-        """Return whether the handler of a call may be started now. `epoch`: the epoch in which the call got its slots.
+        """Return whether the handler of a call may be started now. `epoch`: the epoch in which the call was admitted.
 
-        Read the trust first: the dispatching thread raises the epoch before it trusts the slots again.
+        Read the trust first: the dispatching thread raises the epoch before it trusts the lease again.
         """
         return self.trusted() and epoch == self.epoch
 
@@ -80,10 +81,11 @@ class SlotLease:
 class Subscribed:
     """A subscription of this process: its handler, its filter, and the limits for fetching.
 
-    `slots` is None if the subscription has no limits.
+    `admission_lease` is None if no option of the subscription decides when its calls start.
     """
 
     __slots__ = (
+        "admission_lease",
         "claims",
         "fetch_size",
         "filter",
@@ -91,9 +93,9 @@ class Subscribed:
         "handler",
         "key",
         "ordered",
-        "slots",
         "span",
         "subscription",
+        "waits_for_key",
     )
 
     def __init__(self, group: ConsumingGroup, subscription: Subscription, handler: AnyHandler, topic_id: int) -> None:
@@ -107,10 +109,11 @@ class Subscribed:
         # Whether the handler runs without a transaction, for a message that the process has claimed.
         self.claims: Final = subscription.effects is Effects.OUTSIDE
         self.fetch_size: Final = min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
-        self.slots: Final = SlotLease() if subscription.limits is not None else None
-        per_key = subscription.limits is not None and subscription.limits.per_key is not None
-        # With the limit `per_key`, messages of other keys are behind those of a flooding key, as in key-ordered mode.
-        self.span: Final = _SPAN[Mode.KEY_ORDERED if per_key else subscription.mode]
+        is_admitted = any(type(option) in hooks.admissions for option in subscription.options)
+        self.admission_lease: Final = AdmissionLease() if is_admitted else None
+        # Then messages of other keys are behind those of a flooding key, as in key-ordered mode.
+        self.waits_for_key: Final = any(option.waits_for_key for option in subscription.options)
+        self.span: Final = _SPAN[Mode.KEY_ORDERED if self.waits_for_key else subscription.mode]
 
 
 # -- queues ----------------------------------------------------------------------------------------

@@ -480,9 +480,9 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             booked.waiting.append(Waiting(work.subscribed, item, result.seconds, is_claimed=True))
         elif isinstance(result, ClaimedElsewhere):
             # The message blocks the later messages of its key, so it waits here. Another process may finish it before
-            # the end of the claim. With limits, each question would use up a token, so this process asks only once.
-            is_limited = work.subscribed.slots is not None
-            seconds = result.seconds if is_limited else min(result.seconds, _ASK_SECONDS)
+            # the end of the claim. If calls need an admission, each question costs one, so this process asks only once.
+            is_admitted = work.subscribed.admission_lease is not None
+            seconds = result.seconds if is_admitted else min(result.seconds, _ASK_SECONDS)
             _keep(item, time.monotonic() + seconds, booked)
         elif isinstance(result, Postponed) or queue.trusted():
             # The handler was not called, perhaps because the lease had expired for a moment and was then renewed. So

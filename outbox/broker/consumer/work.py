@@ -115,10 +115,10 @@ class Lane(Protocol):
 
     @property
     def waiting(self) -> int:
-        """The number of messages, or of serial queues, that a limit may keep from being handled now."""
+        """The number of messages, or of serial queues, that an admission may keep from being handled now."""
 
     def startable(self, most: int) -> int:
-        """Return for how many calls slots and tokens would be used now, at most `most`."""
+        """Return how many calls could start now if they were admitted, at most `most`."""
 
     def wake(self, now: float) -> None:
         """Count the failed messages that are due now as waiting. `take` does so too."""
@@ -144,12 +144,16 @@ class Lane(Protocol):
     def next_at(self) -> float | None:
         """Return the time at which the first blocked message is due; None if no message is blocked."""
 
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
+
 
 class HandlerCall:
     """One call of a handler: its items and, after the call, a result for each item."""
 
     __slots__ = (
         "abandoned",
+        "admission_epoch",
         "alone",
         "claimed_at",
         "expired",
@@ -164,7 +168,6 @@ class HandlerCall:
         "results",
         "returned_at",
         "shares",
-        "slot_epoch",
         "started_at",
         "subscribed",
         "term_seconds",
@@ -174,8 +177,8 @@ class HandlerCall:
         self.subscribed = subscribed
         self.lane = lane
         self.items = items
-        # The epoch of the subscription's slots in which this call got its slots (SlotLease).
-        self.slot_epoch = 0 if subscribed.slots is None else subscribed.slots.epoch
+        # The epoch in which this call was admitted (AdmissionLease).
+        self.admission_epoch = 0 if subscribed.admission_lease is None else subscribed.admission_lease.epoch
         # Items of this call that retention removed before the process could load them.
         self.expired: list[FetchedEntry] = []
         self.results: Sequence[Result] = ()
@@ -238,9 +241,8 @@ class HandlerCall:
     @property
     def blocks_until_returned(self) -> bool:
         """Whether the handler of this abandoned call still runs, and its key or queue must wait for it."""
-        limits = self.subscribed.subscription.limits
-        per_key = limits is not None and limits.per_key is not None
-        return bool(self.abandoned) and not self.given_back and (self.subscribed.ordered or per_key)
+        by_key = self.subscribed.ordered or self.subscribed.waits_for_key
+        return bool(self.abandoned) and not self.given_back and by_key
 
     @property
     def is_given_up(self) -> bool:
@@ -325,6 +327,10 @@ class ConcurrentLane:
     def next_at(self) -> float | None:
         """Return the time at which the first failed message of this lane is due; None if no failed message waits."""
         return self._later[0][0] if self._later else None
+
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return nothing: each large body is loaded for its own call."""
+        return []
 
 
 # -- ordered modes ---------------------------------------------------------------------------------
@@ -448,6 +454,10 @@ class OrderedLane:
     def next_at(self) -> float | None:
         """Return the time at which the first blocked serial queue continues; None if no serial queue is blocked."""
         return self._later[0][0] if self._later else None
+
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return nothing: the messages behind a blocked one are loaded when their turn comes."""
+        return []
 
     def wake(self, now: float) -> None:
         """Let the blocked serial queues continue whose failed message is due now."""

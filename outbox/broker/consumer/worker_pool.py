@@ -182,7 +182,7 @@ class WorkerPool:
         shared_threads: HandlerThreads,
         batches: bool,
         sharing: Sharing | None = None,
-        is_limited: bool = False,
+        is_gated: bool = False,
     ) -> None:
         self.name: Final = name
         self._threads = threads
@@ -191,8 +191,8 @@ class WorkerPool:
         self.sharing: Final = sharing
         self._ahead = _AHEAD_BATCH if batches else _AHEAD_SINGLE
         self._queue: SimpleQueue[HandlerCall] = SimpleQueue()
-        # None if the subscription has no limits.
-        self.gate: Final = Gate(self._queue.put) if is_limited else None
+        # None if the subscription has no admission.
+        self.gate: Final = Gate(self._queue.put) if is_gated else None
         self._enqueue: Final = self._queue.put if self.gate is None else self.gate.put
         # A thread holds this lock while it leaves the pool. The dispatching thread holds this lock while it checks the
         # number of threads.
@@ -333,7 +333,7 @@ class WorkerPool:
         return waiting
 
     def withdraw_at_gate(self) -> list[HandlerCall]:
-        """Return the submitted calls that wait for a slot, if this process has no slot."""
+        """Return the submitted calls that wait at the gate, if the gate is closed."""
         if self.gate is None or self.gate.allowed != 0:
             return []
         waiting = self.gate.withdraw()
@@ -684,9 +684,9 @@ class Caller:
         decode_again = body_decoder(decode, events)
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
-        slots = work.subscribed.slots
-        holds_slots = slots is None or slots.admits(work.slot_epoch)
-        startable = {queue: holds_slots and queue.may_start() for queue in {item.queue for item in work.items}}
+        lease = work.subscribed.admission_lease
+        is_admitted = lease is None or lease.admits(work.admission_epoch)
+        startable = {queue: is_admitted and queue.may_start() for queue in {item.queue for item in work.items}}
         deliveries: list[Delivery] = []
         places: list[int] = []
         for place, item in enumerate(work.items):

@@ -19,10 +19,10 @@ from importlib import metadata
 from typing import Final
 from uuid import UUID
 
+from outbox import hooks
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import limits
 from outbox.broker.groups.leases import QueueKey
 from outbox.broker.groups.offsets import newest_offset
 from outbox.utils.process_identity import process_identity
@@ -177,7 +177,8 @@ def leave(run: Executor, instance: UUID) -> None:
     for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
-    limits.release_all(run, instance)
+    for rows in hooks.subscription_rows.values():
+        hooks.resolved(rows.left)(run, instance)
     run.execute(_LEAVE, {"instance": instance})
 
 
@@ -190,7 +191,8 @@ DELETE FROM {schema}.consumer WHERE expires_at < clock_timestamp() - interval '1
 def forget_the_dead(run: Executor) -> None:
     """Remove the rows of instances that died without leaving their groups, one day after the rows expired."""
     run.execute(_FORGET)
-    limits.forget_the_dead(run)
+    for rows in hooks.subscription_rows.values():
+        hooks.resolved(rows.expired)(run)
 
 
 _REPORT_OUTAGE = Statement("""

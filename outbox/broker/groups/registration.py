@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import limits, offsets
+from outbox.broker.groups import offsets
 from outbox.broker.log import consume_queue
 from outbox.broker.log.topics import TopicCatalog
 from outbox.errors import InconsistentSubscription, InvalidSubscription, UnknownGroup
@@ -43,10 +44,7 @@ ON CONFLICT (group_id, topic_id) DO NOTHING
 RETURNING true
 """)
 _SUBSCRIBED = Statement("""
-SELECT mode, filter, EXISTS (
-    SELECT FROM {schema}.subscription_limit WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
-)
-FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
+SELECT mode, filter FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
 """)
 _CHANGE = Statement("""
 UPDATE {schema}.subscription SET mode = %(mode)s, filter = %(filter)s
@@ -86,19 +84,16 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
                 f"group {subscription.group!r} is registered with broadcast={broadcast}, and a group cannot "
                 f"change its `broadcast`. Give this subscription to {subscription.topic!r} a group of its own."
             )
-        has_limits = False
         if run.row(_SUBSCRIBE, values) is None:
-            mode, expression, has_limits = run.one(_SUBSCRIBED, values)
+            mode, expression = run.one(_SUBSCRIBED, values)
             if (mode, expression) != (subscription.mode.value, subscription.filter):
                 _change(run, subscription, mode, expression, values)
         elif not broadcast:
             starts = consume_queue.starting_offsets(run, topic.topic_id, subscription.start)
             offsets.store_starts(run, values["group_id"], starts)
         key = values["group_id"], topic.topic_id
-        if subscription.limits is not None:
-            limits.declare(run, key, subscription.limits)
-        elif has_limits:
-            limits.withdraw(run, key)
+        for rows in hooks.subscription_rows.values():
+            hooks.resolved(rows.registered)(run, key, subscription)
     return Registration(values["group_id"], topic.topic_id)
 
 

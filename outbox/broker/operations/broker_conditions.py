@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from outbox import hooks
 from outbox.broker.database.arrays import texts, xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
@@ -27,7 +28,6 @@ from outbox.broker.operations.conditions import (
     fact_of,
 )
 from outbox.broker.operations.event_conditions import waiting_groups
-from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import growth, lags_of
 from outbox.broker.transaction import turns
@@ -651,17 +651,24 @@ LAG_SECONDS: Final = Threshold(
 LAG_MESSAGES: Final = Threshold("lag_messages", 10_000, 1_000_000, "messages", "waiting messages, per group and topic")
 
 
+def _waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
+    """Return what the messages of subscriptions wait for, as the parts know it."""
+    found: dict[tuple[str, str], Fact] = {}
+    for path in hooks.waits:
+        found |= hooks.resolved(path)(run)
+    return found
+
+
 def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     found: list[Judged] = []
-    limited = {(one.group, one.topic): one for one in state.once(list_limits) if one.waiting_for}
+    waits = state.once(_waits)
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
         age = state.summary.seconds_since(one.oldest_at)
         severity = worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag))
         fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
-        if (limit := limited.get((one.group, one.topic))) is not None:
-            fact = {**fact, "waiting_for": limit.waiting_for, "limits": str(limit.limits)}
+        fact = {**fact, **waits.get((one.group, one.topic), {})}
         found.append((Severity.WARNING if paused else severity, fact))
     return sorted(found, key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))
 
@@ -673,8 +680,8 @@ def worse(*severities: Severity | None) -> Severity | None:
 
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
-    next_step="If the evidence names a limit, the group waits for its own limit: raise it with `outbox_group limits` "
-    "if the service behind the handler allows it. Otherwise add consumers, or fix the slow or blocked handler: "
+    next_step="If the evidence names a limit, the group waits for its own limit: raise it if the service behind "
+    "the handler allows it. Otherwise add consumers, or fix the slow or blocked handler: "
     "`outbox_group offsets GROUP` shows which queues are behind.",
     concern=Concern.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from psycopg import sql
-
+from outbox import hooks
 from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
@@ -95,7 +94,6 @@ _RETRY_QUEUES = Statement("""
 SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
 WHERE retry_of = %(group_id)s AND number = %(topic_id)s
 """)
-_OF_LIMITS: Final = ("subscription_limit", "slot", "slot_demand", "bucket")
 _FORGET = [
     Statement("""
 DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
@@ -129,10 +127,6 @@ DELETE FROM {schema}.timed_out USING {schema}.commit_log log
 WHERE timed_out.group_id = %(group_id)s AND log.log_id = timed_out.log_id AND log.topic_id = %(topic_id)s
 """),
     Statement("DELETE FROM {schema}.queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
-    *(
-        Statement(f"DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s")
-        for table in _OF_LIMITS
-    ),
     Statement("DELETE FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s"),
 ]
 _ITS_RETRY_QUEUES: Final = """
@@ -230,6 +224,8 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
     values["retry_queues"] = integers([queue_id for (queue_id,) in run.rows(_RETRY_QUEUES, values)])
     for statement in _FORGET:
         run.execute(statement, values)
+    for rows in hooks.subscription_rows.values():
+        hooks.resolved(rows.deleted)(run, (group_id, topic_id))
     return loss
 
 

@@ -14,7 +14,6 @@ from outbox import hooks
 from outbox.contrib.django.actions import (
     erasing,
     groups,
-    limits,
     messages,
     processes,
     relay,
@@ -30,7 +29,7 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, endpoints, receiving, relay, rocketmq, erasing, repair)
+_PARTS: Final = (schedules, endpoints, receiving, relay, rocketmq, erasing, repair)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from outbox import hooks
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import ConditionReport
-from outbox.broker.operations.limits import SubscriptionLimits
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
+from outbox.contrib.limits.operations import SubscriptionLimits
 from outbox.contrib.prometheus.recorder import OTHERS
 
 # At most this many pairs of group and topic have their own series: the first pairs in the order of their names. All

@@ -15,13 +15,13 @@ from outbox import hooks
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
 from outbox.broker.operations.broker_conditions import table_sizes
-from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.rules import unusable
 from outbox.broker.operations.summary import overview
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.limits.operations import list_limits
 from outbox.errors import BrokerUnavailable, SchemaError
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -16,7 +16,7 @@ import psycopg
 
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -60,7 +60,7 @@ def main() -> None:
         topic="orders",
         threads=options.get("threads", 8),
         retry=RetryPolicy(delays_seconds=[0.05]),
-        limits=Limits(**options["limits"]) if options["limits"] is not None else None,
+        options=[Limits(**options["limits"])] if options["limits"] is not None else [],
     )
     database = BrokerDatabase(conninfo=options["url"])
     ConsumerRuntime(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outbox.broker.consumer import dispatcher, fetch
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -47,7 +47,7 @@ class Handled:
 
 def limited(**options: Any) -> Subscription:
     values = {"group": "g", "topic": "orders", "threads": 4, "retry": RetryPolicy(delays_seconds=[0.05]), **options}
-    return Subscription(limits=Limits(per_key=1), **values)
+    return Subscription(options=[Limits(per_key=1)], **values)
 
 
 def flood(count: int = FLOOD, size: int = 0, **fields: Any) -> list[Message]:

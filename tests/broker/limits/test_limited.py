@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -62,7 +62,7 @@ class Overlaps:
 
 def limited(limits: Limits, **options: object) -> Subscription:
     values = {"group": "g", "topic": "orders", "threads": 8, "retry": RetryPolicy(delays_seconds=[0.05]), **options}
-    return Subscription(limits=limits, **values)  # type: ignore[arg-type]
+    return Subscription(options=[limits], **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import limits
-from outbox.broker.groups.limits import Demand, fair_share
+from outbox.contrib.limits import slots
+from outbox.contrib.limits.slots import Demand, fair_share
 from tests.broker.bench import ConsumptionBench
 from tests.support import eventually
 
@@ -49,15 +49,15 @@ def test_no_interleaving_exceeds_the_limit(run: Executor, seed: int) -> None:
         step = chance.choice(["take", "take", "release", "renew", "expire", "die"])
         if step == "take":
             wanted = {key: chance.randint(1, 3) for key in chance.sample(["", "a", "b"], 2)}
-            taken = limits.take(run, PLACE, instance, wanted, limit=3, term_seconds=60)
+            taken = slots.take(run, PLACE, instance, wanted, limit=3, term_seconds=60)
             assert all(len(numbers) <= wanted[key] for key, numbers in taken.items())
             known[instance] |= {(key, number) for key, numbers in taken.items() for number in numbers}
         elif step == "release" and known[instance]:
-            slots = chance.sample(sorted(known[instance]), 1)
-            limits.release(run, PLACE, instance, slots)
-            known[instance].difference_update(slots)
+            released = chance.sample(sorted(known[instance]), 1)
+            slots.release(run, PLACE, instance, released)
+            known[instance].difference_update(released)
         elif step == "renew":
-            renewed = limits.renew(run, PLACE, instance, IDLE, term_seconds=60)
+            renewed = slots.renew(run, PLACE, instance, IDLE, term_seconds=60)
             assert renewed.numbers is not None
             found = {(key, number) for key, numbers in renewed.numbers.items() for number in numbers}
             # A renewal brings back only slots that no other instance has taken meanwhile.
@@ -66,7 +66,7 @@ def test_no_interleaving_exceeds_the_limit(run: Executor, seed: int) -> None:
         elif step == "expire":
             run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity' WHERE instance_id = %s", [instance])
         elif step == "die":
-            limits.release_all(run, instance)
+            slots.release_all(run, instance)
             known[instance] = set()
         assert all(count <= 3 for count in held(run).values())
     holders = run.connection.execute("SELECT key, number, instance_id FROM outbox.slot").fetchall()
@@ -104,10 +104,10 @@ def _rows(node: dict[str, Any]) -> int:
 def test_a_statement_compares_no_slot_with_all_other_slots(run: Executor) -> None:
     instance, keys = uuid4(), [f"k{number}" for number in range(1_000)]
     works: list[Callable[[Executor], object]] = [
-        lambda run: limits.take(run, PLACE, instance, dict.fromkeys(keys, 1), limit=9, term_seconds=60),
-        lambda run: limits.renew(run, PLACE, instance, IDLE, term_seconds=60),
-        lambda run: limits.release(run, PLACE, instance, [(key, 1) for key in keys[:500]]),
-        lambda run: limits.release_all(run, instance),
+        lambda run: slots.take(run, PLACE, instance, dict.fromkeys(keys, 1), limit=9, term_seconds=60),
+        lambda run: slots.renew(run, PLACE, instance, IDLE, term_seconds=60),
+        lambda run: slots.release(run, PLACE, instance, [(key, 1) for key in keys[:500]]),
+        lambda run: slots.release_all(run, instance),
     ]
     rows_read = []
     for work in works:
@@ -120,13 +120,13 @@ def test_a_statement_compares_no_slot_with_all_other_slots(run: Executor) -> Non
 
 def test_free_numbers_between_held_ones_are_taken(run: Executor) -> None:
     holder, taker = uuid4(), uuid4()
-    limits.take(run, PLACE, holder, {"": 6, "a": 1}, limit=10, term_seconds=60)
-    limits.release(run, PLACE, holder, [("", 1), ("", 3), ("", 4)])
+    slots.take(run, PLACE, holder, {"": 6, "a": 1}, limit=10, term_seconds=60)
+    slots.release(run, PLACE, holder, [("", 1), ("", 3), ("", 4)])
     run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity' WHERE number = 6")
-    taken = limits.take(run, PLACE, taker, {"": 5, "b": 10}, limit=8, term_seconds=60)
+    taken = slots.take(run, PLACE, taker, {"": 5, "b": 10}, limit=8, term_seconds=60)
     assert taken == {"": {1, 3, 4, 6, 7}, "b": set(range(1, 9))}
-    assert limits.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {"": {8}}
-    assert limits.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {}
+    assert slots.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {"": {8}}
+    assert slots.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {}
 
 
 def test_sessions_that_take_at_once_share_the_numbers(bench: ConsumptionBench, run: Executor) -> None:
@@ -138,7 +138,7 @@ def test_sessions_that_take_at_once_share_the_numbers(bench: ConsumptionBench, r
             other, instance = Executor(connection, "outbox"), uuid4()
             start.wait()
             for _ in range(50):
-                numbers = limits.take(other, PLACE, instance, {"": 1}, limit=20, term_seconds=60).get("", set())
+                numbers = slots.take(other, PLACE, instance, {"": 1}, limit=20, term_seconds=60).get("", set())
                 taken.extend(numbers)
 
     threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
@@ -155,10 +155,10 @@ FROZEN = uuid4()
 @pytest.mark.parametrize(
     "act",
     [
-        pytest.param(lambda run: limits.renew(run, PLACE, FROZEN, IDLE, term_seconds=60), id="renew"),
-        pytest.param(lambda run: limits.release(run, PLACE, FROZEN, [("b", 1), ("a", 1)]), id="release"),
-        pytest.param(lambda run: limits.release_all(run, FROZEN), id="release_all"),
-        pytest.param(limits.forget_the_dead, id="forget_the_dead"),
+        pytest.param(lambda run: slots.renew(run, PLACE, FROZEN, IDLE, term_seconds=60), id="renew"),
+        pytest.param(lambda run: slots.release(run, PLACE, FROZEN, [("b", 1), ("a", 1)]), id="release"),
+        pytest.param(lambda run: slots.release_all(run, FROZEN), id="release_all"),
+        pytest.param(slots.forget_the_dead, id="forget_the_dead"),
     ],
 )
 def test_a_frozen_process_does_not_deadlock_with_the_one_that_takes_its_slots(
@@ -166,7 +166,7 @@ def test_a_frozen_process_does_not_deadlock_with_the_one_that_takes_its_slots(
 ) -> None:
     # On disk, "b" comes before "a".
     for key in ("b", "a"):
-        limits.take(run, PLACE, FROZEN, {key: 1}, limit=1, term_seconds=-120)
+        slots.take(run, PLACE, FROZEN, {key: 1}, limit=1, term_seconds=-120)
     taker = uuid4()
 
     def thaw() -> None:
@@ -176,10 +176,10 @@ def test_a_frozen_process_does_not_deadlock_with_the_one_that_takes_its_slots(
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
     with ThreadPoolExecutor(1) as pool, closing(bench.database.open(name="watcher")) as watcher:
         with run.connection.transaction():
-            assert limits.take(run, PLACE, taker, {"a": 1}, limit=1, term_seconds=60)
+            assert slots.take(run, PLACE, taker, {"a": 1}, limit=1, term_seconds=60)
             thawed = pool.submit(thaw)
             eventually(lambda: thawed.done() or watcher.execute(waiting).fetchone() != (0,), what="the frozen process")
-            assert limits.take(run, PLACE, taker, {"b": 1}, limit=1, term_seconds=60)
+            assert slots.take(run, PLACE, taker, {"b": 1}, limit=1, term_seconds=60)
         thawed.result()
     assert held(run) == Counter("ab")
 
@@ -194,7 +194,7 @@ def test_sessions_that_take_tokens_at_once_get_each_token_once(bench: Consumptio
             other = Executor(connection, "outbox")
             start.wait()
             for _ in range(25):
-                tokens.extend(limits.take_tokens(other, PLACE, 1, per_second=100.0, burst=1))
+                tokens.extend(slots.take_tokens(other, PLACE, 1, per_second=100.0, burst=1))
 
     threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
     [(began,)] = bench.rows("SELECT clock_timestamp()")

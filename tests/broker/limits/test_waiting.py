@@ -10,15 +10,14 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from outbox.broker.consumer.calls import SubscriptionRunner
-from outbox.broker.consumer.limiter import Limiter
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall
 from outbox.broker.consumer.worker_pool import Caller, WorkerPool
-from outbox.broker.groups import limits
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.codec import Codecs
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits, slots
+from outbox.contrib.limits.limiter import Limiter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -32,13 +31,13 @@ class Process:
     def __init__(self, bench: ConsumptionBench, limits: Limits, **options: object) -> None:
         values = {"group": "g", "topic": "orders", "threads": 4, **options}
         group = ConsumingGroup(1, "g", broadcast=False)
-        self.subscribed = group.subscribe(Subscription(limits=limits, **values), _nothing, 1)  # type: ignore[arg-type]
+        self.subscribed = group.subscribe(Subscription(options=[limits], **values), _nothing, 1)  # type: ignore[arg-type]
         self.queue = OwnedQueue(
             Lease((1, 1), 1, lease_clock() + 600, UUID(int=0)), group, self.subscribed, "orders/0", Position(0, 0)
         )
         self.runner = SubscriptionRunner(self.subscribed, _never)
-        assert self.runner.limiter is not None
-        self.limiter: Limiter = self.runner.limiter
+        assert isinstance(self.runner.admission, Limiter)
+        self.limiter = self.runner.admission
         self._run, self._instance, self._offset = bench.run, uuid4(), 0
 
     def offer(self, *keys: str, ends_at: float | None = None) -> None:
@@ -62,8 +61,8 @@ class Process:
 
     def freeze(self) -> None:
         """Let the slots expire, as if the process had been frozen for longer than the lease term."""
-        assert self.subscribed.slots is not None
-        self.subscribed.slots.trusted_until = 0.0
+        assert self.subscribed.admission_lease is not None
+        self.subscribed.admission_lease.trusted_until = 0.0
         self.limiter._renew_at = self.limiter._slots_at = 0.0
         self._run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity'")
 
@@ -103,7 +102,7 @@ def test_a_failed_message_starts_again_after_the_process_has_given_its_slots_bac
     bench.declare("orders", queues=1, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
     bench.publish([Message(topic="orders", key="a", body=encode({"n": 0}))])
     subscription = Subscription(
-        group="g", topic="orders", mode=mode, limits=limits, retry=RetryPolicy(delays_seconds=[3.0])
+        group="g", topic="orders", mode=mode, options=[limits], retry=RetryPolicy(delays_seconds=[3.0])
     )
     with bench.running((subscription, handle)):
         eventually(lambda: attempts == [1, 2], within_seconds=30)
@@ -122,7 +121,10 @@ def test_messages_of_an_outage_start_after_its_pause(bench: ConsumptionBench) ->
     bench.declare("orders", queues=1)
     bench.publish([Message(topic="orders", body=encode({"n": n})) for n in range(5)])
     subscription = Subscription(
-        group="g", topic="orders", limits=Limits(running=2, rate="1000/s"), retry=RetryPolicy(delays_seconds=[4.0] * 9)
+        group="g",
+        topic="orders",
+        options=[Limits(running=2, rate="1000/s")],
+        retry=RetryPolicy(delays_seconds=[4.0] * 9),
     )
     with bench.sequencing(), bench.running((subscription, handle)):
         eventually(lambda: len(handled) == 5, within_seconds=40)
@@ -218,14 +220,14 @@ def test_a_call_whose_slot_is_lost_before_it_has_started_does_not_start(
     assert len(eventually(heir.step)) == 4
     frozen.offer("z")
     frozen.step()
-    slots = frozen.subscribed.slots
-    assert slots is not None and slots.trusted()
-    assert not any(slots.admits(call.slot_epoch) for call in before)
+    lease = frozen.subscribed.admission_lease
+    assert lease is not None and lease.trusted()
+    assert not any(lease.admits(call.admission_epoch) for call in before)
     caller = Caller(_fails, Codecs(), lambda call: None)
     for call in before:
         caller.run(call, frozen.runner.pool)
         assert call.results == [NOT_STARTED]
-    assert slots.admits(HandlerCall(frozen.subscribed, frozen.runner.lane, before[0].items).slot_epoch)
+    assert lease.admits(HandlerCall(frozen.subscribed, frozen.runner.lane, before[0].items).admission_epoch)
 
 
 def _fails(*_: object, **__: object) -> NoReturn:
@@ -239,7 +241,7 @@ def test_a_higher_rate_takes_effect_although_the_next_token_was_due_in_a_day(ben
     process.offer(*"bcdef")
     process.step()
     assert process.sleeps
-    limits.declare(bench.run, (1, 1), Limits(rate="1/day"))
+    slots.declare(bench.run, (1, 1), Limits(rate="1/day"))
     bench.connection.execute("UPDATE outbox.subscription_limit SET override = %s", [Jsonb({"rate": "100/s"})])
     started: list[HandlerCall] = []
 
@@ -252,10 +254,10 @@ def test_a_higher_rate_takes_effect_although_the_next_token_was_due_in_a_day(ben
 
 def test_a_changed_rate_keeps_the_number_of_tokens_that_are_used_already(bench: ConsumptionBench) -> None:
     place = (1, 1)
-    assert len(limits.take_tokens(bench.run, place, 0, per_second=1.0, burst=1, used=100)) == 0
-    [token] = limits.take_tokens(bench.run, place, 1, per_second=10.0, burst=1)
+    assert len(slots.take_tokens(bench.run, place, 0, per_second=1.0, burst=1, used=100)) == 0
+    [token] = slots.take_tokens(bench.run, place, 1, per_second=10.0, burst=1)
     assert 5 < token - time.monotonic() <= 10
-    [token] = limits.take_tokens(bench.run, place, 1, per_second=1.0, burst=1)
+    [token] = slots.take_tokens(bench.run, place, 1, per_second=1.0, burst=1)
     assert 50 < token - time.monotonic() <= 101
 
 
@@ -264,7 +266,7 @@ def test_a_lower_limit_of_a_key_holds_for_the_next_call(bench: ConsumptionBench)
     process.offer(*["a"] * 6)
     calls = eventually(process.step)
     assert len(calls) == 3
-    limits.declare(bench.run, (1, 1), Limits(per_key=3))
+    slots.declare(bench.run, (1, 1), Limits(per_key=3))
     bench.connection.execute("UPDATE outbox.subscription_limit SET override = %s", [Jsonb({"per_key": 1})])
     eventually(lambda: not process.step() and process.limiter.limits.per_key == 1)
     # If a running call gave its slot up, another process could start a call beside it after a second change.
@@ -291,7 +293,7 @@ def test_an_override_that_is_older_than_the_code_does_not_stop_the_process(
     bench: ConsumptionBench, code: Limits, override: dict[str, object], present: Limits
 ) -> None:
     process = Process(bench, code)
-    limits.declare(bench.run, (1, 1), code)
+    slots.declare(bench.run, (1, 1), code)
     bench.connection.execute("UPDATE outbox.subscription_limit SET override = %s", [Jsonb(override)])
     process.offer("a")
     assert eventually(process.step)
@@ -301,7 +303,7 @@ def test_an_override_that_is_older_than_the_code_does_not_stop_the_process(
 def test_a_process_declares_its_limits_again(bench: ConsumptionBench) -> None:
     """A process with older code may have started after this one, or the broker's database was restored."""
     process = Process(bench, Limits(running=5))
-    limits.declare(bench.run, (1, 1), Limits(running=9))
+    slots.declare(bench.run, (1, 1), Limits(running=9))
     bench.connection.execute("UPDATE outbox.subscription_limit SET override = %s", [Jsonb({"running": 2})])
     process.offer("a")
     eventually(process.step)

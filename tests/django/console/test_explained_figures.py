@@ -15,7 +15,7 @@ from outbox.contrib.console.cards import cards
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.configured import OUTBOX
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
+    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2)]))
     world.subscribe("stock")
     world.publish(3)
     world.age(120)
@@ -39,7 +39,7 @@ def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: 
     [lag] = [one for one in look().verdict.conditions if one.name == "lag"]
     limits = {fact["group"]: (fact.get("waiting_for"), fact.get("limits")) for fact in lag.evidence}
     assert limits == {"mail": ("running", "running=2, burst=1"), "stock": (None, None)}
-    assert "`outbox_group limits`" in lag.next_step
+    assert "raise it if the service behind the handler allows it" in lag.next_step
     assert "add consumers, or fix the slow handler" in text_of(page(operator)), "the other group is behind, too"
     [card] = cards([lag], group="mail")
     assert "wait for their own limits, so more consumers do not help" in card.next_step

@@ -21,8 +21,7 @@ from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.forwarding.models import ForwardEndpoint
-from outbox.limits import Limits
+from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.faults import no_sequencer
@@ -114,7 +113,7 @@ def test_a_consequence_stands_below_its_cause() -> None:
 
 
 def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
+    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2)]))
     html = page(operator)
     assert "limit_binding" not in html
     [card] = cards.cards(

@@ -13,8 +13,8 @@ from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.summary import LeadingProcess
 from outbox.contrib.django.console.rendering import PAGES
-from outbox.contrib.forwarding.models import ForwardEndpoint
-from outbox.limits import Limits
+from outbox.contrib.django.models import ForwardEndpoint
+from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.console.test_remedies import page, text_of
@@ -85,7 +85,7 @@ def test_nothing_is_in_order_before_the_present_leader_has_counted(world: World,
 def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Client) -> None:
     for group in ("free", "partner"):
         world.subscribe(group)
-    register(world.run, Subscription(topic="orders", group="limited", limits=Limits(running=2)))
+    register(world.run, Subscription(topic="orders", group="limited", options=[Limits(running=2)]))
     for group in ("free", "partner", "limited"):
         working(world, group, UUID(int=1))
     world.sql(
@@ -111,7 +111,7 @@ def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Clien
 
 
 def test_the_table_of_queues_says_why_a_queue_waits(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
+    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2)]))
     working(world, "mail", UUID(int=1))
     world.publish(1)
 

@@ -9,9 +9,8 @@ from django.test import Client
 
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
-from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.reconciliation.models import Finding
-from outbox.limits import Limits
+from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.operators import bury, dead_keys
@@ -91,7 +90,7 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
 
 
 def test_the_form_of_limits_shows_what_holds_and_keeps_what_was_entered(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2, rate="100/min")))
+    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2, rate="100/min")]))
     page = operator.get("/outbox/groups/one/?name=mail&topic=orders").content.decode()
     form = page.partition('<form method="post" action="/outbox/act/limits/"')[2].partition("</form>")[0]
     assert "(now 2)" in form and "(now 100/min)" in form and "(now no limit)" in form and "such as 100/min" in form

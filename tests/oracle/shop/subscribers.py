@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outbox import Delivery, Limits, RetryPolicy
+from outbox import Delivery, RetryPolicy
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.limits import Limits
 from outbox.contrib.saga.steps import Saga, StepRefused
 from outbox.errors import PermanentError
 from tests.oracle.lines import write
@@ -76,7 +77,7 @@ def _provider(name: str, key: str, chance: float) -> str:
     return key
 
 
-@subscriber("orders", group="mail", limits=Limits(running=RUNNING), retry=SOON)
+@subscriber("orders", group="mail", options=[Limits(running=RUNNING)], retry=SOON)
 def mail(delivery: Delivery) -> None:
     """One or two calls at once, in all processes."""
     with _call("mail", delivery, limit=RUNNING) as name:

@@ -148,6 +148,7 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 id="outbox.W013",
             )
         yield from _slow_calls(item, settings)
+        yield from _options(item)
     for shortage in pool_shortages(found):
         yield Warning(shortage, id="outbox.W016")
     for group, broadcast in kinds.items():
@@ -165,6 +166,23 @@ def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
         with_middleware(lambda given: None)
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E037")
+
+
+def _schedules(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    for text in schedule_problems(settings):
+        yield Error(text, id="outbox.E038")
+
+
+def _options(item: Subscriber) -> Iterator[CheckMessage]:
+    """Name options of parts that the project does not turn on: their commands, pages and conditions are missing."""
+    for option in item.subscription.options:
+        module = type(option).__module__
+        if apps.get_containing_app_config(module) is None:
+            yield Error(
+                f"{item.name} has the option {option!r} of a part that is not in INSTALLED_APPS.",
+                hint=f"Add {module.rpartition('.')[0]!r} to INSTALLED_APPS, or remove the option.",
+                id="outbox.E042",
+            )
 
 
 def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMessage]:

@@ -29,13 +29,13 @@ from outbox.events.declaration import expected_events, topic_of
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
-from outbox.subscription import Effects, Mode, OnError, Start, Subscription
+from outbox.subscription import Effects, Mode, OnError, Start, Subscription, SubscriptionOption
 from outbox.utils.safe_text import error_line, shown_text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
 
-_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "limits", "events"})
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "events"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,8 @@ def subscriber(
     idempotent: bool = True,
     effects: Effects | str = Effects.INSIDE,
     using: str | None = None,
-    **options: Any,
+    options: Sequence[SubscriptionOption] = (),
+    **further: Any,
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
@@ -86,8 +87,8 @@ def subscriber(
 
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
-    `retry`, `on_error`, `start` and the other `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast,
-    limits, events) are fields of `outbox.Subscription`.
+    `retry`, `on_error`, `start` and `further` (suspend_seconds, max_suspends, timeout_seconds, broadcast, events) are
+    fields of `outbox.Subscription`, and so are the `options` of parts.
 
     With `effects="outside"`, the function runs without an open transaction and gets a `ClaimedDelivery`. The function
     calls other systems in `delivery.step(…)`, and writes in `with delivery.finish():` (docs/slow-calls.md).
@@ -99,10 +100,10 @@ def subscriber(
     of_topic = () if isinstance(topic, str) else (topic,)
     topic = topic_of(topic, f"@subscriber(group={group!r})")
     begins = Start.EARLIEST if start is None else start
-    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
-    given["effects"] = effects
+    given: dict[str, Any] = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins}
+    given |= {"batch": batch, "effects": effects, "options": options}
     chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
-    subscription = _subscription(topic, group, {**given, **chosen}, options)
+    subscription = _subscription(topic, group, {**given, **chosen}, further)
     once = idempotent and not subscription.broadcast
     if subscription.effects is Effects.OUTSIDE and not once:
         raise InvalidSubscription(

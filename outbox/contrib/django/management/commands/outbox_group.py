@@ -1,4 +1,4 @@
-"""`manage.py outbox_group list|offsets|pause|resume|skip|reset|limits|rename|delete`."""
+"""`manage.py outbox_group list|offsets|pause|resume|skip|reset|rename|delete`."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 

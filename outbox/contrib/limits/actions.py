@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.limits import SubscriptionLimits, change_limits, limits_now, planned
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
 from outbox.contrib.django.actions.groups import GROUP, TOPIC
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.limits.declaration import Limits
+from outbox.contrib.limits.operations import SubscriptionLimits, change_limits, limits_now, planned
 from outbox.errors import UsageError
-from outbox.limits import Limits
 
 
 def _present_limits(fixed: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """The lane of a subscription with the limit `per_key`: it serves the keys in turn, and each key within its slots.
 
-The slots of the keys are in the broker's database (groups.limits), because messages of one key may be in the queues of
+The slots of the keys are in the broker's database (slots.py), because messages of one key may be in the queues of
 several processes: a failed message is in the retry queue, and a producer may choose a queue. See decision 209.
 """
 

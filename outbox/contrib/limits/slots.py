@@ -25,7 +25,8 @@ from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import lease_clock
-from outbox.limits import Limits
+from outbox.contrib.limits.declaration import Limits
+from outbox.subscription import Subscription
 
 SubscriptionKey = tuple[int, int]
 """(group_id, topic_id)"""
@@ -76,9 +77,30 @@ def declare_again(run: Executor, key: SubscriptionKey, limits: Limits) -> None:
     run.execute(_DECLARE_AGAIN, _of(key) | {"declared": Jsonb(limits.stored())})
 
 
+def declare_or_withdraw(run: Executor, key: SubscriptionKey, subscription: Subscription) -> None:
+    """Store what the code of a process declares, because the process registers the subscription."""
+    found = next((option for option in subscription.options if isinstance(option, Limits)), None)
+    if found is not None:
+        declare(run, key, found)
+    else:
+        withdraw(run, key)
+
+
 def withdraw(run: Executor, key: SubscriptionKey) -> None:
     """Remove the limits of a subscription and an operator's override, because the code declares no limits."""
     run.execute(_WITHDRAW, _of(key))
+
+
+_FORGET_SUBSCRIPTION = [
+    Statement(f"DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s")
+    for table in ("subscription_limit", "slot", "slot_demand", "bucket")
+]
+
+
+def forget(run: Executor, key: SubscriptionKey) -> None:
+    """Remove all rows about a subscription, because it is deleted."""
+    for statement in _FORGET_SUBSCRIPTION:
+        run.execute(statement, _of(key))
 
 
 # -- slots -----------------------------------------------------------------------------------------

@@ -6,18 +6,19 @@ The limits hold for all workers of the group together. See decision 209.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from outbox.errors import ConfigurationError
+from outbox.subscription import Mode, Subscription, SubscriptionOption
 
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)/(s|min|h|day)")
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Limits(SubscriptionOption):
     """The limits of a subscription, for all workers of the group together. None means that there is no such limit.
 
     `running`: at most this number of handler calls run at the same time. `per_key`: at most this number of handler
@@ -45,6 +46,23 @@ class Limits:
             raise ConfigurationError(f"Limits(burst={self.burst!r}) needs a rate, such as rate='100/min'.")
         if self.running is None and self.per_key is None and self.rate is None:
             raise ConfigurationError("Limits() limits nothing: give running, per_key or rate.")
+
+    def complaints(self, subscription: Subscription) -> Iterator[str]:
+        """Yield why a subscription cannot have these limits."""
+        if subscription.broadcast:
+            yield "a broadcast group has no limits, because every process handles every message: remove Limits"
+        elif self.per_key is not None and subscription.mode is not Mode.CONCURRENT:
+            yield (
+                f"per_key={self.per_key} needs mode='concurrent'; mode={subscription.mode.value!r} already handles one "
+                "message of a key at a time"
+            )
+        elif self.per_key is not None and subscription.batch != 1:
+            yield f"per_key={self.per_key} needs batch=1, because a batch has messages of several keys"
+
+    @property
+    def waits_for_key(self) -> bool:
+        """Whether messages wait until calls of their key have ended."""
+        return self.per_key is not None
 
     @property
     def per_second(self) -> float | None:

@@ -10,8 +10,9 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import Fact
+from outbox.contrib.limits.declaration import Limits
 from outbox.errors import ConfigurationError, UsageError
-from outbox.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,23 @@ def list_limits(run: Executor, group: str | None = None) -> list[SubscriptionLim
     return run.objects(SubscriptionLimits, _LIST, {"group": group})
 
 
+def waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
+    """Return the subscriptions whose messages wait for a limit: the limit, and what holds now."""
+    return {
+        (one.group, one.topic): {"waiting_for": one.waiting_for, "limits": str(one.limits)}
+        for one in list_limits(run)
+        if one.waiting_for
+    }
+
+
 def limits_now(run: Executor, group: str, topic: str) -> SubscriptionLimits:
     """Return the limits of a group on a topic. Raises UsageError if the code declares none."""
     for one in list_limits(run, group):
         if one.topic == topic:
             return one
     raise UsageError(
-        f"group {group!r} has no limits on topic {topic!r}, because its code declares none: declare limits= at the "
-        "subscriber and start its workers again. After that, this command changes the limits."
+        f"group {group!r} has no limits on topic {topic!r}, because its code declares none: declare Limits in the "
+        "options of the subscriber and start its workers again. After that, this command changes the limits."
     )
 
 

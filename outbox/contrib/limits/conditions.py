@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold, fact_of
-from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.state import BrokerState
+from outbox.contrib.limits.operations import list_limits
 
 CONDITIONS: Final = Declarations[BrokerState]()
 LIMIT_SECONDS: Final = Threshold(

@@ -1,7 +1,7 @@
 """Keeps the calls of one subscription in this process within the limits that hold for all workers together.
 
 The dispatching thread calls `prepare` before it takes messages from the lanes. `prepare` renews, takes and releases
-slots and tokens (groups.limits) for many messages at once, and never waits. A message that waits for a limit stays in
+slots and tokens (slots.py) for many messages at once, and never waits. A message that waits for a limit stays in
 its lane: it uses no attempt and no thread, and the messages of other subscriptions continue.
 
 See decision 209.
@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.consumer.keyed_lane import KeyedLane
-from outbox.broker.consumer.owned_queue import SlotLease, Subscribed
+from outbox.broker.consumer.owned_queue import AdmissionLease, Subscribed
 from outbox.broker.consumer.work import FetchedEntry, Lane
 from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups import limits
-from outbox.broker.groups.limits import ALL_KEYS, LEAD_SECONDS, Demand, SlotsHeld
-from outbox.limits import Limits
+from outbox.contrib.limits import slots
+from outbox.contrib.limits.declaration import Limits
+from outbox.contrib.limits.keyed_lane import KeyedLane
+from outbox.contrib.limits.slots import ALL_KEYS, LEAD_SECONDS, Demand, SlotsHeld
 
 # An instance renews its demand and looks at the demand of the other instances at this interval (seconds), or three
 # times per lease term if that is shorter. It renews its slots three times per lease term, because there may be one for
@@ -48,15 +48,18 @@ _TOKEN_SECONDS: Final = 1.0
 
 
 class Limiter:
-    """The slots and tokens of one subscription in this process. Only the dispatching thread uses a `Limiter`."""
+    """The admission of limits: the slots and tokens of one subscription in this process.
 
-    def __init__(self, subscribed: Subscribed, declared: Limits, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
-        assert subscribed.slots is not None
+    Only the dispatching thread uses a `Limiter`.
+    """
+
+    def __init__(self, declared: Limits, subscribed: Subscribed, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
+        assert subscribed.admission_lease is not None
         self._key: Final = subscribed.key
         self._threads: Final = subscribed.subscription.threads
         # For a claimed message, the handler may be called even after the time limit, because the claim decides.
         self._claims: Final = subscribed.claims
-        self._lease: Final[SlotLease] = subscribed.slots
+        self._lease: Final[AdmissionLease] = subscribed.admission_lease
         self._declared: Final = declared
         self._pool: Final = pool
         self._lanes: Final = lanes
@@ -87,6 +90,11 @@ class Limiter:
         self._may_start = False
         self._is_trusted = False
         pool.allow(0)
+
+    @classmethod
+    def lane(cls, declared: Limits) -> KeyedLane | None:
+        """Return the lane that serves each key within its slots; None without the limit `per_key`."""
+        return None if declared.per_key is None else KeyedLane(declared.per_key)
 
     # -- the dispatching thread -----------------------------------------------------------------
 
@@ -174,10 +182,10 @@ class Limiter:
             self._leave(run, instance)
             return
         if now >= self._declare_at:
-            limits.declare_again(run, self._key, self._declared)
+            slots.declare_again(run, self._key, self._declared)
             self._declare_at = now + _DECLARE_SECONDS
-        slots = now >= self._slots_at or not self._is_known
-        held = limits.renew(run, self._key, instance, self._demand(now), term_seconds=term_seconds, slots=slots)
+        renews = now >= self._slots_at or not self._is_known
+        held = slots.renew(run, self._key, instance, self._demand(now), term_seconds=term_seconds, slots=renews)
         self._is_known = True
         self._use(held.limits or self._declared)
         if held.numbers is not None:
@@ -193,7 +201,7 @@ class Limiter:
         if self.limits.running is not None:
             missing = self._share - len(self._valid)
             if missing > 0:
-                taken = limits.take(
+                taken = slots.take(
                     run,
                     self._key,
                     instance,
@@ -233,7 +241,7 @@ class Limiter:
         if (spare := running - sum(wanted.values())) >= 0:
             # Other instances need no more than they want now. Take further slots for the threads of this process.
             return min(self._threads, wanted[instance] + spare)
-        return limits.fair_share(running, wanted, instance, held.rotation)
+        return slots.fair_share(running, wanted, instance, held.rotation)
 
     @property
     def _valid(self) -> set[int]:
@@ -252,19 +260,19 @@ class Limiter:
         surplus = len(self._numbers) - max(allowed, running)
         if surplus > 0:
             released = sorted(self._numbers, reverse=True)[:surplus]
-            limits.release(run, self._key, instance, [(ALL_KEYS, number) for number in released])
+            slots.release(run, self._key, instance, [(ALL_KEYS, number) for number in released])
             self._numbers.difference_update(released)
 
     def _leave(self, run: Executor, instance: UUID) -> None:
         """Release all slots, because this process has had no message of the subscription since the last renewal."""
         self._pool.allow(0)
         self._share = 0
-        slots = [(ALL_KEYS, number) for number in self._numbers]
+        held = [(ALL_KEYS, number) for number in self._numbers]
         if self._keyed is not None:
-            slots += self._keyed.give_up()
-        if slots:
-            limits.release(run, self._key, instance, slots)
-        limits.withdraw_demand(run, self._key, instance)
+            held += self._keyed.give_up()
+        if held:
+            slots.release(run, self._key, instance, held)
+        slots.withdraw_demand(run, self._key, instance)
         self._numbers.clear()
         self._waiting_for = ""
         self._is_known = False
@@ -315,7 +323,7 @@ class Limiter:
                 used = self._spent * LEAD_SECONDS / max(now - self._took_at, _MEASURED_SECONDS)
                 wanted = max(wanted, min(_MOST_AHEAD, int(used)))
             # The messages of the debt have started, so their tokens are taken even if they are due later.
-            found = limits.take_tokens(
+            found = slots.take_tokens(
                 run, self._key, wanted, per_second=per_second, burst=self.limits.burst, used=self._debt
             )
             self._debt = self._spent = 0
@@ -331,12 +339,12 @@ class Limiter:
         if lane.must_release or now >= self._release_at:
             self._release_at = now + _RELEASE_SECONDS
             if spare := lane.spare(now):
-                limits.release(run, self._key, instance, spare)
+                slots.release(run, self._key, instance, spare)
         most = lane.room if self._pool.room > 0 else 0
         if most > 0 and self._has_token(now) and (asked := lane.asks(most)):
             taken: dict[str, set[int]] = {}
             try:
-                taken = limits.take(run, self._key, instance, asked, limit=lane.per_key, term_seconds=term_seconds)
+                taken = slots.take(run, self._key, instance, asked, limit=lane.per_key, term_seconds=term_seconds)
             finally:
                 # If the statement has failed, the keys ask again later.
                 lane.grant(asked, taken, time.monotonic())

@@ -1,0 +1,26 @@
+"""Limits of subscriptions, for all workers of a group together: calls at the same time, calls of one key, and messages
+per time. docs/limits.md is their page.
+
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.limits"]
+
+    @subscriber("order.paid", group="mail", options=[Limits(running=20)])
+
+A program without Django only imports this module.
+"""
+
+from outbox import hooks
+from outbox.contrib.limits.declaration import Limits
+
+__all__ = ["Limits"]
+
+# Here and not in the app: a process that knows a subscription with limits obeys them, whatever INSTALLED_APPS says.
+hooks.add_admission(Limits, "outbox.contrib.limits.limiter.Limiter")
+hooks.add_subscription_rows(
+    "limits",
+    registered="outbox.contrib.limits.slots.declare_or_withdraw",
+    deleted="outbox.contrib.limits.slots.forget",
+    left="outbox.contrib.limits.slots.release_all",
+    expired="outbox.contrib.limits.slots.forget_the_dead",
+)
+hooks.add_waits("outbox.contrib.limits.operations.waits")
+hooks.add_conditions("outbox.contrib.limits.conditions", of_broker=True)

@@ -1,0 +1,140 @@
+"""An option of a part decides when the calls of a subscription start. The core knows only the hooks of the part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from outbox import hooks
+from outbox.broker.consumer.owned_queue import Subscribed
+from outbox.broker.consumer.work import FetchedEntry, Lane
+from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups import members
+from outbox.broker.groups.leases import lease_clock
+from outbox.broker.groups.registration import register
+from outbox.broker.operations.deletion import delete_group
+from outbox.contrib.limits import Limits
+from outbox.errors import InvalidSubscription
+from outbox.message import Delivery, Message
+from outbox.subscription import Mode, Subscription, SubscriptionOption
+from tests.broker.bench import ConsumptionBench, encode
+from tests.support import eventually
+
+
+class After(SubscriptionOption):
+    """Start at most `most` calls, and none before the time `at` (time.monotonic)."""
+
+    def __init__(self, at: float, most: int = 100) -> None:
+        self.at, self.most, self.spent, self.lives = at, most, 0, 0
+
+    def complaints(self, subscription: Subscription) -> Iterator[str]:
+        if subscription.broadcast:
+            yield "a broadcast group starts at once"
+
+
+class Opening:
+    """The admission of `After`."""
+
+    def __init__(self, option: After, subscribed: Subscribed, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
+        assert subscribed.admission_lease is not None
+        self._option, self._lease, self._lanes = option, subscribed.admission_lease, lanes
+        pool.allow(None)
+
+    @classmethod
+    def lane(cls, option: After) -> Lane | None:
+        return None
+
+    def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
+        self._lease.trusted_until = lease_clock() + term_seconds
+
+    def admits(self, now: float) -> bool:
+        return now >= self._option.at and self._option.spent < self._option.most
+
+    def spend(self, items: Sequence[FetchedEntry], now: float) -> None:
+        self._option.spent += len(items)
+
+    def next_at(self, now: float) -> float | None:
+        return self._option.at if now < self._option.at else None
+
+    @property
+    def waiting(self) -> int:
+        return sum(lane.waiting for lane in self._lanes)
+
+    def forget(self) -> None:
+        self._option.lives += 1
+
+
+called: list[tuple[Any, ...]] = []
+
+
+def registered(run: Executor, key: tuple[int, int], subscription: Subscription) -> None:
+    called.append(("registered", key, len(subscription.options)))
+
+
+def deleted(run: Executor, key: tuple[int, int]) -> None:
+    called.append(("deleted", key))
+
+
+def left(run: Executor, instance: UUID) -> None:
+    called.append(("left", instance))
+
+
+def expired(run: Executor) -> None:
+    called.append(("expired",))
+
+
+@pytest.fixture(autouse=True)
+def part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.admissions, After, f"{__name__}.Opening")
+    rows = hooks.SubscriptionRows(*(f"{__name__}.{name}" for name in ("registered", "deleted", "left", "expired")))
+    monkeypatch.setitem(hooks.subscription_rows, "after", rows)
+    called.clear()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_messages_wait_in_their_lane_until_they_are_admitted(bench: ConsumptionBench, mode: Mode) -> None:
+    bench.declare("orders", queues=1, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
+    bench.publish([Message(topic="orders", key="a", body=encode({"n": n})) for n in range(4)])
+    option = After(time.monotonic() + 0.5, most=3)
+    started: list[tuple[int, float, int]] = []
+
+    def handle(delivery: Delivery) -> None:
+        started.append((delivery.body["n"], time.monotonic(), delivery.attempt))
+
+    subscription = Subscription(group="g", topic="orders", mode=mode, threads=1, options=[option])
+    with bench.running((subscription, handle)):
+        eventually(lambda: len(started) == 3 and bench.lag("g") == 1)
+    assert [(n, attempt) for n, _, attempt in started] == [(0, 1), (1, 1), (2, 1)]
+    assert all(at >= option.at for _, at, _ in started)
+    assert option.spent == 3 and option.lives >= 1
+
+
+def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:
+    bench.declare("orders", queues=1)
+    subscription = Subscription(group="g", topic="orders", options=[After(0.0)])
+    found = register(bench.run, subscription)
+    key = (found.group_id, found.topic_id)
+    instance = uuid4()
+    members.leave(bench.run, instance)
+    members.forget_the_dead(bench.run)
+    delete_group(bench.run, "g")
+    assert called == [("registered", key, 1), ("left", instance), ("expired",), ("deleted", key)]
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    two = [After(0.0), Limits(running=1)]
+    for options, broadcast, said in [
+        ("running=2", False, "must be a list of options of parts"),
+        (None, False, "must be a list of options of parts"),
+        ([3], False, "3, which is no option of a part"),
+        ([After(0.0)], True, "a broadcast group starts at once"),
+        (two, False, "only one option may decide when handler calls start"),
+        ([Limits(running=1), Limits(per_key=1)], False, "only one option may decide when handler calls start"),
+    ]:
+        with pytest.raises(InvalidSubscription, match=said):
+            Subscription(group="g", topic="orders", options=options, broadcast=broadcast)  # type: ignore[arg-type]
