@@ -30,6 +30,8 @@ class Part(NamedTuple):
 
 
 _DJANGO: Final = "contrib/django"
+# The broker in memory is no part, although it is an engine: the test helpers (`outbox.contrib.django.testing`, the
+# fixtures for pytest) are made of it, every project uses them, and without it none of them would be left.
 PARTS: Final = (
     Part(
         "console",
@@ -108,11 +110,6 @@ PARTS: Final = (
         r"limits\.(?:per_key|declare|withdraw|release)|subscription_limit|slot_demand",
         ("contrib/limits/",),
         tests=("broker/limits/",),
-    ),
-    Part(
-        "memory",
-        r"outbox\.memory|engine\.memory|\bin_memory|InMemory|MemoryBroker",
-        ("memory/", f"{_DJANGO}/engine/memory.py"),
     ),
     Part(
         "metrics",
