@@ -17,7 +17,10 @@ def configure(application_url: str, broker_url: str, *, rocketmq: str = "") -> N
     if broker_url != application_url:
         databases["broker"] = database_from_url(broker_url, CONN_MAX_AGE=None)
     settings.configure(
-        INSTALLED_APPS=["benchmarks.shop", "outbox.contrib.django"],
+        INSTALLED_APPS=[
+            *("benchmarks.shop", "outbox.contrib.django"),
+            *(["outbox.contrib.rocketmq"] if rocketmq else []),
+        ],
         DATABASES=databases,
         DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",

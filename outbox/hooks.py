@@ -260,19 +260,47 @@ def add_leader_work(part: str, work: str) -> None:
     leader_work[part] = work
 
 
-# -- observed engines ------------------------------------------------------------------------------
-
-# Name of an engine -> the module that observes its server, if that is not the bundled broker.
-observers: Final[dict[str, str]] = {}
+# -- engines ---------------------------------------------------------------------------------------
 
 
-def add_observer(engine: str, module: str) -> None:
-    """Name the module that observes the server of an engine.
+class Engine(NamedTuple):
+    """An engine for the addresses of one scheme, as dotted paths.
 
-    It has the functions `look() -> (report, figures)`, `probe() -> report`, `examine() -> conditions` (for the doctor)
-    and `metric_families(figures)`, and its conditions with the name CONDITIONS.
+    `kind`: a subclass of `Engine` of outbox/contrib/django/engine/engine.py.
+    `observer`: the module through which operators see and change the engine's server; its members are those of
+    `Observer` in outbox/contrib/django/operations/known_conditions.py.
     """
-    observers[engine] = module
+
+    kind: str
+    observer: str
+
+
+engines: Final[dict[str, Engine]] = {}
+
+
+def add_engine(scheme: str, engine: Engine) -> None:
+    """Let OUTBOX['BROKER'] be an address `scheme://…` of a broker of this engine.
+
+    The class says what an engine decides: its broker and consumers (outbox/ports.py), what it refuses, its passes, and
+    what `publish` stores beside half messages. A process makes one object of it when it first publishes or consumes.
+    Only commands, pages, probes and metrics import the observer; each of its functions says what an error does.
+
+    A part calls this in the module of its AppConfig, like `add_settings`.
+    """
+    engines[scheme] = engine
+
+
+# -- fault points ----------------------------------------------------------------------------------
+
+fault_points: Final[dict[str, None]] = {}
+
+
+def add_fault_points(*names: str) -> None:
+    """Let OUTBOX_FAULTS also name these places of a part's code, which call `point` of outbox/utils/faults.py.
+
+    A part calls this in the module of its AppConfig, like `add_settings`.
+    """
+    fault_points.update(dict.fromkeys(names))
 
 
 # -- fault points ----------------------------------------------------------------------------------

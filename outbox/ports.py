@@ -1,10 +1,9 @@
 """The ports: the interfaces that the core needs from an engine, and that an engine needs from an application.
 
 An engine has a `Broker` and `Consumers`. The engine of PostgreSQL has `outbox.broker.postgres.PostgresBroker` and
-`outbox.broker.consumer.runtime.ConsumerRuntime`. The engine of RocketMQ has `outbox.rocketmq.broker.RocketMQBroker` and
-`outbox.rocketmq.consumer.RocketMQConsumers`. The engine in memory has `outbox.memory.broker.InMemoryBroker` and
-`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) tests all engines. The features that an
-engine lacks are in its table of refusals (outbox/refusals.py, docs/engines.md).
+`outbox.broker.consumer.runtime.ConsumerRuntime`. The engine in memory has `outbox.memory.broker.InMemoryBroker` and
+`outbox.memory.consumers.InMemoryConsumers`. Parts add others. One contract suite (tests/contract) tests all engines.
+The features that an engine lacks are in its table of refusals (outbox/refusals.py, docs/engines.md).
 
 See decision 001.
 """

@@ -39,7 +39,8 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
-    "outbox.contrib.console",
+    # The shop can move to RocketMQ while it works (SAMPLE_BROKER).
+    "outbox.contrib.rocketmq",
     "sample_project.catalogue",
     "sample_project.orders",
     "sample_project.logistics",

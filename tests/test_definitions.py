@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from outbox.contrib.django.settings.conf import (
-    ENVIRONMENT,
     DeclaredForward,
     DeclaredReceive,
     OutboxSettings,
@@ -21,7 +20,7 @@ from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
-from tests.house.tables import SETTINGS, TABLES, names_of_tables, rendered, thresholds
+from tests.house.tables import TABLES, environment, names_of_tables, rendered, thresholds
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -144,7 +143,7 @@ def test_only_one_module_reads_the_dictionary() -> None:
 
 def test_every_environment_variable_that_is_read_is_listed_and_no_other() -> None:
     read = {name for path in CODE for name in variables(path)} | {name for names in WHOLE.values() for name in names}
-    assert read == {variable.name for variable in ENVIRONMENT}
+    assert read == {variable.name for variable in environment()}
 
 
 def test_the_whole_environment_is_taken_where_this_file_says_so() -> None:

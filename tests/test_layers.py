@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
-    "outbox/contrib/limits": {"outbox", "django", "psycopg"},
+    "outbox/contrib/rocketmq": {"outbox", "django"},
     "outbox/contrib/saga": {"outbox", "django"},
     "outbox/contrib/schedules": {"outbox", "django", "psycopg", "cronsim"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},

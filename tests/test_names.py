@@ -12,11 +12,10 @@ from django.utils.module_loading import import_string
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.contrib.django.settings.conf import ENVIRONMENT, TopicOptions
-from outbox.contrib.django.settings.definition import definitions
+from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
 from tests.django import configured
-from tests.house.tables import SETTINGS
-from tests.part_apps import command_files
+from tests.house.tables import environment
+from tests.part_apps import commands
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
 BY_PATH = "By their paths"
@@ -40,8 +39,8 @@ def names_of_the_code() -> dict[str, set[str]]:
         "outbox.contrib.django": set(outbox.contrib.django.__all__),
         "Settings: OUTBOX": {one.name for kind in SETTINGS for one in definitions(kind).values()},
         'Options of a topic: OUTBOX["TOPICS"][name]': {item.name for item in fields(TopicOptions)},
-        "Environment variables": {variable.name for variable in ENVIRONMENT},
-        "Commands": {path.stem for path in command_files()} | ours,
+        "Environment variables": {variable.name for variable in environment()},
+        "Commands": set(commands()) | ours,
         "Errors: outbox.errors": {
             name
             for name, value in vars(errors).items()

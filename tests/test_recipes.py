@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from django.utils.module_loading import import_string
 
+from outbox import hooks
 from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import EngineName
@@ -150,7 +151,7 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
     sources = [path for path in (ROOT / "outbox").rglob("*.py") if "CONDITIONS.declare(" in path.read_text("utf-8")]
     shown = {one.rule.__module__ for one in declared.values() if one.rule}
     # The engine RocketMQ has its own conditions, and the last module has the example.
-    shown |= {"outbox.contrib.django.operations.rocketmq", "outbox.broker.operations.conditions"}
+    shown |= {"outbox.contrib.rocketmq.operations", "outbox.broker.operations.conditions"}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources}
     assert modules == shown, "add the module to rules.py of the broker, or call add_conditions in AppConfig.ready"
 
@@ -160,8 +161,8 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 
 def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
-    folders = [django / "actions", django / "repair", ROOT / "outbox" / "contrib" / "limits"]
-    sources = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    parts = [path for path in (ROOT / "outbox" / "contrib").glob("*/*.py") if path.parent != django]
+    sources = [*sorted((django / "actions").glob("*.py")), *sorted((django / "repair").glob("*.py")), *sorted(parts)]
     declared = {}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -171,9 +172,7 @@ def test_every_action_has_its_case_and_its_button() -> None:
     assert len(declared) >= 15
     cases = (ROOT / "tests" / "django" / "test_actions.py").read_text(encoding="utf-8")
     assert sorted(re.findall(r'^@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
-    console = ROOT / "outbox" / "contrib" / "console"
-    folder = console / "templates" / "outbox" / "console"
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.html"))
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("console/*.html"))
     buttons = set(re.findall(r"(?:% act |% action_form )[\"\']?(\w+)", pages))
     for path in (*sources, *(console / "views").glob("*.py")):
         buttons |= set(re.findall(r"\bButton\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
@@ -193,25 +192,24 @@ def test_every_sink_has_a_short_name_and_is_on_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None:
+def test_every_engine_runs_the_contract_suite() -> None:
     brokers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Broker", "outbox")]
     consumers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Consumers", "outbox")]
     assert {"PostgresBroker", "RocketMQBroker", "InMemoryBroker"} <= set(brokers)
     assert {"ConsumerRuntime", "RocketMQConsumers", "InMemoryConsumers"} <= set(consumers)
     engines = brokers + [name for name in consumers if name not in BESIDE]
-    port = (ROOT / "outbox" / "ports.py").read_text(encoding="utf-8").partition("from __future__")[0]
     benches = [ROOT / "tests" / "contract" / "benches.py", *ROOT.glob("tests/*/bench.py")]
     suites = "\n".join(path.read_text(encoding="utf-8") for path in benches)
-    assert [name for name in engines if name not in port or name not in suites] == []
+    assert [name for name in engines if name not in suites] == []
 
 
 def test_every_engine_can_be_chosen_by_the_settings() -> None:
     # The engines import models, which need settings and loaded apps.
     assert configured.OUTBOX
     assert set(_ENGINES) == set(EngineName)
-    chosen = [import_string(path) for path in _ENGINES.values()]
-    assert len({kind.refusals.engine for kind in chosen}) == len(EngineName)
-    folder = ROOT / "outbox" / "contrib" / "django" / "engine"
+    chosen = [import_string(path) for path in (*_ENGINES.values(), *(one.kind for one in hooks.engines.values()))]
+    assert len({kind.refusals.engine for kind in chosen}) == len(chosen)
+    folder = ROOT / "outbox" / "contrib"
     made = {node.name for _, node in classes(folder) if "Engine" in {ast.unparse(base) for base in node.bases}}
     assert made == {kind.__name__ for kind in chosen}
 

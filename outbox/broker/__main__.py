@@ -16,6 +16,7 @@ from outbox.broker.process import run_broker
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
+from outbox.utils import faults
 from outbox.utils.safe_text import for_people
 
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     stop_on_signals(stop)
     stop_with_parent(stop)
     try:
+        faults.check_environment()
         run_broker(BrokerDatabase(conninfo=options.database, schema=options.schema), stop)
     except OutboxError as error:
         print(f"outbox broker: {for_people(str(error))}", file=sys.stderr)

@@ -74,12 +74,8 @@ def left(
     timers: Timers,
     *,
     producer_group: str = "",
-    settles: bool = True,
 ) -> LeftoverWork:
-    """Return the unfinished work of subscriptions (group, topic), topics and producer group. Raises BrokerError.
-
-    `settles` is True if the project's workers decide the transactions that RocketMQ gave up.
-    """
+    """Return the unfinished work of subscriptions (group, topic), topics and producer group. Raises BrokerError."""
     found = Counter[str]()
     dead = Counter[str]()
     groups: dict[str, set[str]] = {}
@@ -95,9 +91,9 @@ def left(
             undecided
         )
         given_up = exhausted.waiting(broker, producer_group) if producer_group else 0
-        (found if settles else dead)[
-            "half messages were given up by RocketMQ's check-back, and the ledger was not asked about them"
-        ] += given_up
+        found["half messages were given up by RocketMQ's check-back, and the ledger was not asked about them"] += (
+            given_up
+        )
         delayed = timers.waiting(broker)
         for topic in topics:
             found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[broker.name(topic)]

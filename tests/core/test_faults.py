@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outbox import hooks
 from outbox.errors import ConfigurationError
 from outbox.utils import faults
 
@@ -44,3 +45,18 @@ def test_kill_by_environment_hits_one_of_many_processes(tmp_path: Path) -> None:
     ]
     assert [run.returncode for run in runs] == [-signal.SIGKILL, 0, 0]
     assert [run.stdout for run in runs] == ["", "survived\n", "survived\n"]
+
+
+def test_a_part_adds_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.fault_points, "greeting.before_send", None)
+    faults.arm("greeting.before_send=raise")
+    with pytest.raises(faults.FaultInjected, match=r"greeting\.before_send"):
+        faults.point("greeting.before_send")
+
+
+def test_the_variable_is_checked_when_the_parts_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOX_FAULTS", "greeting.before_send=kill")
+    with pytest.raises(ConfigurationError, match=r"there is no fault point 'greeting\.before_send'"):
+        faults.check_environment()
+    monkeypatch.setitem(hooks.fault_points, "greeting.before_send", None)
+    faults.check_environment()

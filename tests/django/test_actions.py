@@ -34,10 +34,12 @@ from outbox.contrib.django.catalogue import ACTIONS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SavedReconciliation, SubjectKey
+from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.limits import Limits
+from outbox.contrib.rocketmq.models import RelayEntry
+from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias

@@ -190,7 +190,6 @@ def test_bad_input_is_explained() -> None:
         (["outbox_worker", "--drain", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--drain"], "pass only one of the two options"),
-        (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
         (["outbox_message", "show", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 
+from outbox import hooks
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations import checks
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.settings.conf import get_settings, parse_settings
 from outbox.errors import ConfigurationError
 
 GOOD: Mapping[str, Any] = {
@@ -120,3 +121,15 @@ def test_a_worker_starts_a_relay_only_for_topics_that_need_it(
 ) -> None:
     outbox_settings(**{**GOOD, "TOPICS": {"orders": {}, "steps": {"types": types}}})
     assert engine_of(get_settings()).needs_relay() is ("TRANSACTION" in types)
+
+
+def test_without_its_app_the_error_names_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(hooks.engines, "rocketmq")
+    with pytest.raises(ConfigurationError) as raised:
+        parse_settings({"BROKER": "rocketmq://key:secret@h:1"})
+    assert str(raised.value) == (
+        "OUTBOX['BROKER'] = 'rocketmq://…' is the address of no installed engine: add 'outbox.contrib.rocketmq' to "
+        "INSTALLED_APPS."
+    )
+    with pytest.raises(ConfigurationError, match=r"'amqp://…' is the address of no .*: write an alias of DATABASES"):
+        parse_settings({"BROKER": "amqp://h"})

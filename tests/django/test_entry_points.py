@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -28,6 +27,7 @@ from outbox.utils.ids import uuid7
 from tests.databases import drop_databases
 from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.part_apps import commands
 
 Fault = Callable[[str], AbstractContextManager[object]]
 
@@ -140,10 +140,8 @@ def test_no_entry_point_raises_an_error_of_the_driver(fault: str) -> None:
 
 def test_these_are_all_entry_points() -> None:
     assert {*entry_points.FUNCTIONS, *entry_points.OTHERS} == set(package.__all__)
-    folder = Path(package.__file__).parent / "management" / "commands"
-    commands = {path.stem for path in folder.glob("outbox_*.py")}
     assert {line.split()[0] for line in (*entry_points.READING, *entry_points.CHANGING)} - {"check"} == (
-        commands - entry_points.OTHER_COMMANDS
+        set(commands()) - entry_points.OTHER_COMMANDS
     )
 
 

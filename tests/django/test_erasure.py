@@ -31,14 +31,13 @@ from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscr
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import (
-    DeadLetterNote,
     ErasureEntry,
     Finding,
     InboxEntry,
     OperatorAction,
     PastCondition,
     RaisedCondition,
-    RelayEntry,
+    SavedReconciliation,
     StepEntry,
     SubjectKey,
 )
@@ -47,7 +46,7 @@ from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import envelope
-from outbox.contrib.forwarding.models import ForwardEndpoint
+from outbox.contrib.rocketmq.models import DeadLetterNote, RelayEntry
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.unique import Unique

@@ -17,10 +17,10 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from outbox.contrib.django import message, publish, publish_messages, recall, transactional_message
-from outbox.contrib.django.ledger import relay_rows
-from outbox.contrib.django.ledger.relay_rows import backlog, rows_on
-from outbox.contrib.django.models import RelayLease
-from outbox.contrib.django.worker.relaying import LINES, MESSAGES_PER_LINE, Relay, RelayCounts
+from outbox.contrib.rocketmq import relay_rows
+from outbox.contrib.rocketmq.models import RelayLease
+from outbox.contrib.rocketmq.relay_rows import backlog, rows_on
+from outbox.contrib.rocketmq.relaying import LINES, MESSAGES_PER_LINE, Relay, RelayCounts
 from outbox.errors import InvalidMessage, MessageTypeMismatch, NotSupported, SendFailed, TransactionUsageError
 from outbox.message import Message, SendReceipt
 from outbox.ports import Broker

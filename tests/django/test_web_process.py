@@ -30,7 +30,7 @@ UNNEEDED = (
     "outbox.broker.operations.trace",
     "outbox.broker.sequencer",
     "outbox.contrib.django.engine.memory",
-    "outbox.contrib.django.engine.rocketmq",
+    "outbox.contrib.rocketmq.engine",
     "outbox.contrib.django.ledger.pruning",
     "outbox.contrib.django.operations.checks",
     "outbox.contrib.django.operations.comparing",

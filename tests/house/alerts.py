@@ -11,8 +11,8 @@ from typing import Any, Final
 from tests.django import configured  # isort: skip
 
 from outbox.broker.operations.conditions import DeclaredCondition
-from outbox.contrib.django.operations import rocketmq
 from outbox.contrib.django.operations.known_conditions import catalogue
+from outbox.contrib.rocketmq import operations as rocketmq
 from tests.house.parts import ROOT
 
 ALERTS: Final = ROOT / "outbox/contrib/prometheus/alerts.yml"

@@ -146,18 +146,11 @@ PARTS: Final = (
     ),
     Part(
         "rocketmq",
-        r"rocketmq|\brelay|_relay",
-        (
-            "rocketmq/",
-            f"{_DJANGO}/engine/rocketmq.py",
-            f"{_DJANGO}/engine/operator_table.py",
-            f"{_DJANGO}/operations/rocketmq.py",
-            f"{_DJANGO}/worker/relaying.py",
-            f"{_DJANGO}/ledger/relay_rows.py",
-            f"{_DJANGO}/actions/relay.py",
-            f"{_DJANGO}/actions/rocketmq.py",
-            f"{_DJANGO}/management/commands/outbox_relay.py",
-        ),
+        # The words and rules that the core has from RocketMQ are not the part.
+        r"(?<!as in )(?<!those of )rocketmq(?!\)\"|; kafka|'s (?:consumersend|message queue|retry|sample|source))"
+        r"|\brelay|_relay",
+        ("contrib/rocketmq/", "rocketmq/"),
+        tests=("django/test_engines.py", "django/test_relay.py", "django/test_rocketmq_operations.py", "rocketmq/"),
     ),
     Part(
         "saga",

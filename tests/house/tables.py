@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from outbox.contrib.django.settings.conf import (
     DeclaredReceive,
     OutboxSettings,
     TopicOptions,
+    Variable,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
 from outbox.contrib.schedules.settings import DeclaredSchedule
@@ -32,6 +35,7 @@ from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts
 from tests.house.parts import ROOT
+from tests.part_apps import part_apps
 
 # The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
@@ -55,6 +59,12 @@ def rendered(page: str) -> str:
     Raises KeyError for an unknown table.
     """
     return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
+
+
+def environment() -> list[Variable]:
+    """The environment variables of the core and of the parts that this tree has."""
+    of_parts = [import_module(f"{app}.settings") for app in part_apps() if find_spec(f"{app}.settings") is not None]
+    return [*ENVIRONMENT, *(one for module in of_parts for one in getattr(module, "ENVIRONMENT", ()))]
 
 
 def names_of_tables(page: str) -> list[str]:
@@ -165,7 +175,7 @@ def _concerns(header: str, *, pages: bool) -> str:
 
 
 def _environment() -> str:
-    return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in ENVIRONMENT))
+    return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in environment()))
 
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {

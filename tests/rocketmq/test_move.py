@@ -44,10 +44,8 @@ def project(rocketmq: PrivateRocketMQ, application: None, outbox_settings: Calla
 @pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.soak) for to in ("rocketmq", "postgres")])
 def test_moved_while_it_works(project: Project, to: str) -> None:
     """At the switch the old broker has messages of every kind in flight, and its worker dies with some in hand."""
-    [broker] = project.server.admins
-    admin = f"{broker.host}:{broker.port}"
     before, after = (replace(project, on_postgres=postgres) for postgres in (to == "rocketmq", to == "postgres"))
-    drained = [*WORKER, "--until-drained", *([] if before.on_postgres else ["--rocketmq-broker", admin])]
+    drained = [*WORKER, "--until-drained"]
     with ExitStack() as stack:
         old = stack.enter_context(before.running(WORKER))
         undecided = {"fell-1": "producer.before_end=kill@4", "fell-2": "producer.after_local_commit=kill@5"}

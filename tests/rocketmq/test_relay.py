@@ -12,9 +12,9 @@ from django.db.models.functions import Now
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.contrib.django.ledger.relay_rows import backlog, rows_on
-from outbox.contrib.django.models import RelayLease
-from outbox.utils import faults
+from outbox.contrib.rocketmq.apps import FAULT_POINTS
+from outbox.contrib.rocketmq.models import RelayLease
+from outbox.contrib.rocketmq.relay_rows import backlog, rows_on
 from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.relay_project import RelayProject, in_threads, make_relay_project, watching
 from tests.support import eventually
@@ -22,7 +22,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("application")
 
 KILLED = -signal.SIGKILL
-STEPS = [point for point in faults.POINTS if point.startswith("relay.")]
+STEPS = FAULT_POINTS
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_server_killed_and_restarted(project: RelayProject, rocketmq: PrivateRoc
 
 
 def test_a_rejected_message_is_parked_and_blocks_its_key_only(project: RelayProject) -> None:
-    from outbox.contrib.django.ledger import relay_rows
+    from outbox.contrib.rocketmq import relay_rows
 
     # RocketMQ's proxy allows 64 bytes for a message group.
     long = "k" * 200

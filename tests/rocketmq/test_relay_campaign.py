@@ -16,15 +16,15 @@ from django.db import transaction
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.contrib.django.ledger.relay_rows import rows_on
-from outbox.utils import faults
+from outbox.contrib.rocketmq.apps import FAULT_POINTS
+from outbox.contrib.rocketmq.relay_rows import rows_on
 from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.relay_project import RelayProject, in_threads, make_relay_project, watching
 from tests.support import eventually
 
-STEPS = [point for point in faults.POINTS if point.startswith("relay.")]
+STEPS = FAULT_POINTS
 KEYS = 12
 
 

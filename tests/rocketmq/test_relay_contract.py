@@ -16,8 +16,8 @@ from django.db import transaction
 
 from outbox.contrib.django import publish_messages
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.contrib.django.ledger.relay_rows import rows_on
-from outbox.contrib.django.worker.relaying import Relay
+from outbox.contrib.rocketmq.relay_rows import rows_on
+from outbox.contrib.rocketmq.relaying import Relay
 from outbox.message import Message
 from outbox.rocketmq import admin, consumer, producer, wire
 from outbox.rocketmq.broker import is_rejected

@@ -22,8 +22,7 @@ from outbox.contrib.console.rendering import problem
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import one_connection
-from outbox.contrib.django.engine.operator_table import refused_command, refused_page
-from outbox.contrib.django.views import SECONDS, SEE, View, with_headers
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 
@@ -90,7 +89,7 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
         with application():
             refusal = _refusal(request, permissions)
         if refusal is None and (text := _refused_by_engine(request)):
-            return problem(request, "This page does not work on RocketMQ", text, status=404)
+            return problem(request, "This page does not work on this broker", text, status=404)
         return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
@@ -104,7 +103,9 @@ def _refused_by_engine(request: HttpRequest) -> str:
     name = (request.resolver_match and request.resolver_match.url_name) or ""
     action = ACTIONS.get(name.removeprefix("act_")) if name.startswith("act_") else None
     try:
-        return refused_page(name) if action is None else refused_command(action.command)
+        if (server := observer()) is None:
+            return ""
+        return server.refused_page(name) if action is None else server.refused_command(action.command)
     except ConfigurationError:
         # The view reports wrong settings itself.
         return ""

@@ -13,8 +13,8 @@ import psycopg
 
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.liveness import Liveness, Silence, liveness
-from outbox.contrib.console.asking import reading
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.console.asking import reading
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import OutboxError
 
 # How often an open page asks whether something has changed.
@@ -28,7 +28,7 @@ _NAMED: Final = 3
 class Signs:
     """`state` differs as soon as a page should be read again. `notice`: what every page must say; '' if all is well.
 
-    `liveness` is None if the broker does not answer, and on RocketMQ.
+    `liveness` is None if the broker does not answer, and if it is not in PostgreSQL.
     """
 
     state: str = ""
@@ -58,7 +58,7 @@ def _silence(one: Silence) -> str:
 def read_signs() -> Signs:
     """Read the signs now. The function does not raise if the broker does not answer."""
     try:
-        if is_on_rocketmq():
+        if observer() is not None:
             return Signs()
         with reading() as run:
             found = liveness(run)

@@ -33,7 +33,7 @@ class OutboxConfig(AppConfig):
         faults.check_environment()
         in_tests.remember_configured_names()
         given_up.install(when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
-        hooks.add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")
+        _add_roles()
         add_discovery(_discover_celery_tasks)
         register(when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
         register(when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)

@@ -17,9 +17,13 @@ from outbox.contrib.console.views.listing import shown
 from outbox.contrib.django.actions.cells import badge, group_link, joined, link, topic_link
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Column, Listing, States
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import reading, required
+from outbox.contrib.django.console.rendering import problem, render
+from outbox.contrib.django.console.views.listing import shown
 from outbox.contrib.django.operations.contracts import declared_events
 from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, EventVersion, list_events
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, InvalidSubscription
 
 
@@ -89,8 +93,8 @@ def event(request: HttpRequest) -> HttpResponse:
 
 
 def _looked_at() -> int:
-    """The number of newest messages in which the page has looked. RocketMQ has no list of them."""
-    return 0 if is_on_rocketmq() else LOOKED_AT
+    """The number of newest messages in which the page has looked. Only the broker in PostgreSQL lists them."""
+    return LOOKED_AT if observer() is None else 0
 
 
 def _events() -> list[Event]:

@@ -25,9 +25,13 @@ from outbox.contrib.console.asking import application, as_uuid, moment, number, 
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
 from outbox.contrib.django.actions.cells import readable
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
+from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
+from outbox.contrib.django.console.tabs import state_tabs
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.views import may
 from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
@@ -84,8 +88,10 @@ def search(request: HttpRequest) -> HttpResponse:
 @seeing
 def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     """The page of one message, or of the first message of a transaction."""
-    if is_on_rocketmq():
-        return _message_on_server(request, message_id)
+    if (server := observer()) is not None:
+        if (path := server.find_path(message_id)) is None:
+            return problem(request, "No such message", server.absent(message_id), status=404)
+        return render(request, server.MESSAGE_PAGE, {"title": f"Message {message_id}", "found": path})
     with reading() as run:
         found = trace(run, message_id)
         content = None
@@ -108,20 +114,6 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         "is_answered": is_answered,
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
-
-
-def _message_on_server(request: HttpRequest, message_id: UUID) -> HttpResponse:
-    from outbox.contrib.django.operations.rocketmq import find_path
-
-    found = find_path(message_id)
-    if found is None:
-        return problem(
-            request,
-            "No such message",
-            f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it.",
-            status=404,
-        )
-    return render(request, "rocketmq_message", {"title": f"Message {message_id}", "found": found})
 
 
 def _context(found: Trace, one: TracedMessage) -> dict[str, object]:

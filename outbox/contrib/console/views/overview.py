@@ -16,13 +16,13 @@ from django.utils import timezone
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
 from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
-from outbox.contrib.console.access import seeing
-from outbox.contrib.console.asking import reading, text
-from outbox.contrib.console.cards import Tile, aged, cards, tone_of
-from outbox.contrib.console.rendering import render
-from outbox.contrib.console.signs import Signs, read_signs
-from outbox.contrib.console.tabs import chosen_span, span_tabs
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import reading, text
+from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
+from outbox.contrib.django.console.rendering import render
+from outbox.contrib.django.console.signs import Signs, read_signs
+from outbox.contrib.django.console.tabs import chosen_span, span_tabs
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.operations.watching import BrokerView, look
 
 _OK: Final = "No fault"
@@ -33,7 +33,6 @@ _LATE: Final = 1.5
 _GAP: Final = 3.0
 # Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
 _GAP_KEPT: Final = 1.5
-_MOST_HALVES: Final = 50
 # Without a tick for longer than this, a broker that is led and in time is idle.
 _IDLE_SECONDS: Final = 60.0
 
@@ -61,8 +60,8 @@ def overview(request: HttpRequest) -> HttpResponse:
     # The signs come first. If a process dies meanwhile, the next look at the signs reads the page again.
     signs = read_signs()
     found = look()
-    if found.server is not None or is_on_rocketmq():
-        return render(request, "rocketmq", _of_server(found))
+    if (server := observer()) is not None:
+        return render(request, server.OVERVIEW_PAGE, _of_server(found))
     context = {
         "title": "Overview",
         "verdict": _judged(found, signs),
@@ -113,8 +112,7 @@ def liveness(request: HttpRequest) -> JsonResponse:
 
 
 def _of_server(found: BrokerView) -> dict[str, object]:
-    """The context of the overview page on RocketMQ, whose figures differ from those of the bundled broker."""
-    server = found.server
+    """The context of the overview page of an observed server, whose figures differ from those of the bundled broker."""
     return {
         "title": "Overview",
         "verdict": Verdict(
@@ -125,9 +123,7 @@ def _of_server(found: BrokerView) -> dict[str, object]:
         "conditions": [
             (one, one.severity.name.lower(), list(map(as_facts, one.evidence))) for one in found.verdict.conditions
         ],
-        "server": server,
-        "dead": [(group, count) for group, count in server.dead.items() if count] if server else [],
-        "halves": server.halves[:_MOST_HALVES] if server else [],
+        "server": found.server,
     }
 
 

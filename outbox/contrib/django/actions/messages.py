@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -31,8 +31,8 @@ from outbox.contrib.django.actions.groups import GROUP
 from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger import handled
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.operations.renaming import on_each_inbox
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import UsageError
@@ -46,8 +46,6 @@ _NOTED: Final = 100
 _SHOWN_CHARACTERS: Final = 60
 
 _NOW = Statement("SELECT clock_timestamp()")
-
-_CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
 
 _MESSAGES: Final = Field("ids", "message ids", FieldKind.ID, positional=True, many=True)
 SELECTION: Final = (
@@ -100,10 +98,9 @@ def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, 
 
 
 def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations.rocketmq import settle_letters
-
-        return settle_letters(group, selection, limit=limit, replay=settle is dead_letters.replay, dry_run=dry_run)
+    if (server := observer()) is not None:
+        replay = settle is dead_letters.replay
+        return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
     with broker_connection() as (connection, schema):
         with connection.transaction(force_rollback=dry_run):
             count = settle(Executor(connection, schema), group, selection, limit=limit)
@@ -122,16 +119,13 @@ def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, 
 
 @action("replay", "Deliver dead letters again", "outbox_dead_letter replay", *_SETTLING)
 def _replay(values: Values) -> ActionPlan:
+    server = observer()
     return _settling(
         values,
         replay_dead_letters,
         "Deliver {letters} again to group {group}{which}, each with a new series of attempts.",
         "First correct the cause of the handler's failure, or the messages fail again."
-        + (
-            " On RocketMQ, every group of the topic gets the messages again; the inboxes skip what they have handled."
-            if is_on_rocketmq()
-            else ""
-        ),
+        + ("" if server is None else f" {server.REPLAY_CAUTION}"),
         dangerous=False,
     )
 
@@ -179,9 +173,8 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
 
 def _now() -> datetime:
     """The present time by the clock of the broker."""
-    if is_on_rocketmq():
-        # RocketMQ does not report its time, and its clock may be ahead of the clock of this host.
-        return datetime.now(UTC) + _CLOCK_DIFFERENCE
+    if (server := observer()) is not None:
+        return server.now()
     with broker_connection() as (connection, schema):
         [now] = Executor(connection, schema).one(_NOW)
     assert isinstance(now, datetime)

@@ -151,7 +151,7 @@ def require_database(settings: OutboxSettings) -> None:
     if not settings.has_database:
         raise ConfigurationError(
             f"the broker is not in a database (OUTBOX['BROKER'] = {mask_passwords(repr(settings.broker))}): inspect it "
-            "with its own tools (docs/rocketmq.md)."
+            "with its own tools (docs/engines.md)."
         )
 
 

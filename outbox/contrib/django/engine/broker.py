@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
+from outbox import hooks
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.codec import Codecs
 from outbox.contrib.django.database.aliases import place_named_by
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from outbox.memory import InMemoryBroker
 
 # Dotted paths, because a process needs the memory for one engine only.
-_ENGINES: Final[Mapping[EngineName, str]] = {
+_ENGINES: Final[Mapping[str, str]] = {
     EngineName.POSTGRES: "outbox.contrib.django.engine.postgres.PostgresEngine",
-    EngineName.ROCKETMQ: "outbox.contrib.django.engine.rocketmq.RocketMQEngine",
     EngineName.MEMORY: "outbox.contrib.django.engine.memory.MemoryEngine",
 }
 _FLUSH_SECONDS: Final = 2.0
@@ -75,7 +75,8 @@ _lock = threading.Lock()
 
 def engine_of(settings: OutboxSettings) -> Engine:
     """A new engine for these settings, separate from the engine of this process. Checks and commands use it."""
-    engine: Engine = import_string(_ENGINES[settings.engine])(settings)
+    path = _ENGINES.get(settings.engine) or hooks.engines[settings.engine].kind
+    engine: Engine = import_string(path)(settings)
     return engine
 
 

@@ -10,16 +10,29 @@ from typing import Any, ClassVar, cast
 from uuid import UUID
 
 from django.core.checks import CheckMessage
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import hooks
 from outbox.broker.log.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.settings.conf import OutboxSettings, imported
 from outbox.errors import ConfigurationError
-from outbox.message import Message
+from outbox.message import Message, SendReceipt
 from outbox.ports import AnyHandler, Broker, Consumers, LeftoverWork
+from outbox.recall import Recall
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Messages of a publish call that an engine has stored as rows of the application's database.
+
+    `are_there` says whether the open transaction still has the rows.
+    """
+
+    receipts: Mapping[UUID, SendReceipt]
+    are_there: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +48,12 @@ class Engine(ABC):
 
     Creating an engine opens no connection. If an engine does not need a method, the method does nothing.
 
-    `has_broker_process`: whether a worker runs a broker process, which sequences messages. `has_relay`: whether some
-    messages wait in the application's database, from which a relay process sends them. `pass_names`: further periodic
-    passes that a producer service runs.
+    `has_broker_process`: whether a worker runs a broker process, which sequences messages. `pass_names`: further
+    periodic passes that a producer service runs.
     """
 
     refusals: ClassVar[Refusals]
     has_broker_process: ClassVar[bool] = True
-    has_relay: ClassVar[bool] = False
     pass_names: ClassVar[Sequence[str]] = ()
 
     def __init__(self, settings: OutboxSettings) -> None:
@@ -120,13 +131,17 @@ class Engine(ABC):
         """
         return True
 
-    def needs_relay(self) -> bool:
-        """Whether a declared topic has messages that wait for the relay."""
-        return False
+    def store_rows(self, connection: BaseDatabaseWrapper, messages: Sequence[Message]) -> StoredRows | None:
+        """Store those messages of an open transaction that this engine cannot store as half messages, if there are any.
 
-    def is_relayed(self, message: Message) -> bool:
-        """Whether a message of a local transaction waits for the relay. Raises InvalidMessage or UnknownTopic."""
-        return False
+        `publish` calls this method on the two-phase path, before it stores the other messages as half messages. An
+        error marks the transaction for rollback.
+        """
+        return None
+
+    def recall_row(self, message_id: UUID) -> Recall | None:
+        """Recall a message that `store_rows` has stored and that was not sent. Returns None if there is no such row."""
+        return None
 
     def server_problems(self) -> Iterator[str]:
         """One text for each problem of the engine's server with the declared topics. Raises BrokerError."""
@@ -140,10 +155,10 @@ class Engine(ABC):
         return ()
 
     @abstractmethod
-    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+    def left(self) -> LeftoverWork:
         """The unfinished work of the project's topics and groups, to be checked before a move to another broker.
 
-        `brokers`: administration ports (HOST:PORT), for an engine that needs them. Raises BrokerError or UsageError.
+        Raises BrokerError or UsageError.
         """
 
 

@@ -83,5 +83,5 @@ class MemoryEngine(Engine):
         )
         return len(undecided)
 
-    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+    def left(self) -> LeftoverWork:
         self.refusals.refuse("left", "what is left")

@@ -95,7 +95,7 @@ class PostgresEngine(Engine):
             if queue.group in groups and queue.lag and queue.owner and not (queue.paused or queue.stopped)
         ]
 
-    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+    def left(self) -> LeftoverWork:
         from outbox.broker.operations.audit import count_messages
 
         with broker_database(self.settings).connect(name="outbox-left") as connection:

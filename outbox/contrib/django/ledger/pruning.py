@@ -241,7 +241,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
     """Remove ledger rows with ids less than `below`, until the time `ends` (time.monotonic).
 
     If `run` is None, the function cannot ask the broker for decisions, and removes rows by age. The broker is then
-    RocketMQ, which keeps messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
+    that of another engine, which keeps messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
     """
     with closing(open_connection(alias)) as connection, _sweeping(alias, presence.LEDGER) as sweep:
         identity = ledger.identity(connection)
@@ -295,13 +295,11 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
 def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove inbox rows handled before `older_than` whose group cannot get the message again.
 
-    With RocketMQ and the in-memory broker, the function removes rows by age, because it cannot ask these two engines
-    about a single message.
+    If the broker is not in PostgreSQL, the function removes rows by age, because it cannot ask other engines about a
+    single message.
     """
     settings = get_settings()
     if not settings.has_database:
-        if not settings.in_memory:
-            _prune_dead_letter_notes(older_than)
         return _counts(inbox=_of_each(lambda alias, ends: _prune_inbox(alias, None, older_than, ends), max_seconds))
     with _broker(settings) as run:
 
@@ -311,13 +309,6 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
             return part
 
         return _counts(inbox=_of_each(prune, max_seconds))
-
-
-def _prune_dead_letter_notes(older_than: datetime) -> None:
-    """Remove the notes about dead letters that RocketMQ does not have any more."""
-    from outbox.contrib.django.models import DeadLetterNote
-
-    DeadLetterNote.objects.using(router.db_for_write(DeadLetterNote)).filter(noted_at__lt=older_than).delete()
 
 
 def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: float) -> _Part:

@@ -15,7 +15,7 @@ from outbox.broker.operations.conditions import Condition, Severity, as_facts
 from outbox.contrib.django.actions.cells import first_line, plain
 from outbox.contrib.django.actions.listing import COMMAND, Listing
 from outbox.contrib.django.engine.broker import reset_broker
-from outbox.contrib.django.engine.operator_table import refused_command
+from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.utils.safe_text import for_people, inert
 
@@ -73,7 +73,8 @@ class OutboxCommand(BaseCommand):
         option = next((f"--{name.replace('_', '-')}" for name in _ACTING if options.get(name)), "")
         subcommand = options.get("action") or option
         try:
-            return refused_command(f"{self.command_name} {subcommand}".rstrip())
+            server = observer()
+            return "" if server is None else server.refused_command(f"{self.command_name} {subcommand}".rstrip())
         except ConfigurationError:
             # The command reports wrong settings itself, or works without them.
             return ""

@@ -76,20 +76,11 @@ DROP FUNCTION outbox_ledger_guard();
 # partitions has no such setting: a storage parameter belongs to each partition (ledger/partitions.py).
 _INBOX = "ALTER TABLE outbox_inbox SET (autovacuum_vacuum_scale_factor = 0.05)"
 
-# The relay updates and deletes every row. Free space in each page keeps the update on this page, so it changes no
-# index. A vacuum after each 1,000 dead rows keeps the index short in which the relay finds the first row of each line.
-_RELAY = (
-    "ALTER TABLE outbox_relay SET (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, "
-    "autovacuum_vacuum_threshold = 1000)"
-)
-
 
 def prepare_postgresql(apps: Any, schema_editor: Any) -> None:
-    """Set how autovacuum and pages of the busiest tables work."""
-    if schema_editor.connection.vendor == "postgresql":
-        for name, statement in (("InboxEntry", _INBOX), ("RelayEntry", _RELAY)):
-            if _has(apps, schema_editor, name):
-                schema_editor.execute(statement, params=None)
+    """Set how autovacuum of the busiest table works."""
+    if schema_editor.connection.vendor == "postgresql" and _has(apps, schema_editor, "InboxEntry"):
+        schema_editor.execute(_INBOX, params=None)
 
 
 def guard(apps: Any, schema_editor: Any) -> None:
@@ -277,28 +268,6 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name="DeadLetterNote",
-            fields=[
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("group", models.CharField(db_column="consumer_group", max_length=127)),
-                ("message_id", models.UUIDField()),
-                ("attempts", models.IntegerField(default=0)),
-                ("error", models.TextField(default="")),
-                ("noted_at", models.DateTimeField()),
-                ("settled_until", models.BigIntegerField(default=0)),
-                ("settled_at", models.DateTimeField(null=True)),
-                ("is_discarded", models.BooleanField(default=False)),
-            ],
-            options={
-                "verbose_name": "note about a dead letter of RocketMQ",
-                "verbose_name_plural": "notes about dead letters of RocketMQ",
-                "db_table": "outbox_dead_letter_note",
-                "constraints": [
-                    models.UniqueConstraint(fields=("group", "message_id"), name="outbox_one_dead_letter_note")
-                ],
-            },
-        ),
-        migrations.CreateModel(
             name='ErasureEntry',
             fields=[
                 ('pk', models.CompositePrimaryKey('kind', 'topic', 'value', blank=True, editable=False, primary_key=True, serialize=False)),
@@ -327,45 +296,17 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name='RelayEntry',
+            name='SavedReconciliation',
             fields=[
-                ('sequence', models.BigAutoField(primary_key=True, serialize=False)),
-                ('line', models.BigIntegerField()),
-                ('message_id', models.UUIDField(db_index=True)),
-                ('transaction_id', models.UUIDField()),
-                ('topic', models.CharField(max_length=127)),
-                ('key', models.CharField(max_length=255)),
-                ('tag', models.CharField(max_length=127)),
-                ('headers', models.JSONField()),
-                ('content_type', models.TextField()),
-                ('body', models.BinaryField()),
-                ('size', models.IntegerField()),
-                ('born_at', models.DateTimeField()),
-                ('deliver_at', models.DateTimeField(null=True)),
-                ('due_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('taken_at', models.DateTimeField(null=True)),
-                ('attempts', models.IntegerField(default=0)),
-                ('error', models.TextField(default='')),
-                ('parked_at', models.DateTimeField(null=True)),
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('output', models.TextField(unique=True)),
+                ('run', models.CharField(max_length=63)),
+                ('judged_at', models.DateTimeField()),
+                ('causes', models.JSONField()),
+                ('plan', models.JSONField()),
             ],
             options={
-                'verbose_name': 'message for the relay',
-                'verbose_name_plural': 'messages for the relay',
-                'db_table': 'outbox_relay',
-                'indexes': [models.Index(fields=['line', 'sequence'], name='outbox_relay_line')],
-            },
-        ),
-        migrations.CreateModel(
-            name='RelayLease',
-            fields=[
-                ('singleton', models.BooleanField(default=True, primary_key=True, serialize=False)),
-                ('holder', models.UUIDField()),
-                ('expires_at', models.DateTimeField()),
-            ],
-            options={
-                'verbose_name': 'lease of the relay',
-                'db_table': 'outbox_relay_lease',
-                'constraints': [models.CheckConstraint(condition=models.Q(('singleton', True)), name='outbox_one_relay')],
+                'db_table': 'outbox_reconciliation',
             },
         ),
         migrations.RunPython(name_this_ledger, migrations.RunPython.noop),

@@ -28,19 +28,18 @@ from outbox.broker.operations.erasing import BATCH, Erasable, Erasure
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
-    DeadLetterNote,
     ErasureEntry,
     Finding,
     OperatorAction,
     PastCondition,
     RaisedCondition,
-    RelayEntry,
+    SavedReconciliation,
     StepEntry,
 )
 from outbox.contrib.django.operations import erasure_list
 from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import for_column, get_settings
-from outbox.erasure import ERASED_CONTENT_TYPE, ERASED_TEXT, fingerprint, kept_headers
+from outbox.erasure import ERASED_TEXT, fingerprint
 from outbox.errors import OutboxError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -251,38 +250,11 @@ def _conditions(rows: Rows, scope: Scope) -> int:
     )  # fmt: skip
 
 
-def _dead_letter_notes(rows: Rows, scope: Scope) -> int:
-    return saved(
-        rows.exclude(error="").exclude(error=ERASED_TEXT),
-        lambda row: row.message_id in scope.message_ids or scope.mentions(row.error),
-        lambda row: {"error": ERASED_TEXT},
-    )
-
-
-def _relayed(rows: Rows, scope: Scope) -> int:
-    """Erase messages that wait for the relay. The relay sends them as erased messages, with their ids."""
-
-    def is_of_message(row: Any) -> bool:
-        has_key = row.topic == scope.topic and scope.key is not None and row.key == scope.key
-        return has_key or row.message_id in scope.message_ids
-
-    def erased(row: Any) -> dict[str, Any]:
-        if not is_of_message(row):
-            return {"error": scope.cleaned(row.error)}
-        return {
-            "content_type": ERASED_CONTENT_TYPE,
-            # RocketMQ refuses an empty body.
-            "body": b"0",
-            "size": 1,
-            "key": scope.replacement if scope.replacement and row.key == scope.key else row.key,
-            "headers": kept_headers(row.headers),
-            "error": row.error and ERASED_TEXT,
-        }
-
+def _reconciliations(rows: Rows, scope: Scope) -> int:
     return saved(
         rows,
-        lambda row: (is_of_message(row) and row.content_type != ERASED_CONTENT_TYPE) or scope.mentions(row.error),
-        erased,
+        lambda row: scope.cleaned([row.causes, row.plan]) != [row.causes, row.plan],
+        lambda row: {"causes": scope.cleaned(row.causes), "plan": scope.cleaned(row.plan)},
     )
 
 
@@ -295,15 +267,14 @@ def _audit(rows: Rows, scope: Scope) -> int:
     return saved(rows, is_about, lambda row: {name: scope.cleaned(getattr(row, name)) for name in names})
 
 
-# outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
+# outbox_ledger, outbox_inbox, outbox_claim and outbox_key_lock have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
     UniqueKey: _unique_keys,
     Finding: _findings,
     RaisedCondition: _conditions,
     PastCondition: _conditions,
-    DeadLetterNote: _dead_letter_notes,
-    RelayEntry: _relayed,
+    SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }
 
@@ -448,25 +419,22 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         rows.update(_erase_on(alias, scope, erasures))
         if not wanted:
             continue
-        relayed = RelayEntry._base_manager.using(alias).filter(topic=topic)
-        for key in set(relayed.values_list("key", flat=True)):
-            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                of_key = Scope(
-                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
-                )  # fmt: skip
-                rows[f"{alias}.outbox_relay"] += _relayed(relayed, of_key)
         for model, erase_in in _of_parts():
-            names = {field.name for field in model._meta.fields}
-            if "key" not in names or not router.allow_migrate_model(alias, model):
+            if not {"topic", "key"} <= {one.name for one in model._meta.fields}:
                 continue
-            keyed = model._base_manager.using(alias)
-            stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
-            for key in set(stored.values_list("key", flat=True)):
+            waiting = model._base_manager.using(alias).filter(topic=topic)
+            for key in set(waiting.values_list("key", flat=True)):
                 if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
                     of_key = Scope(
                         topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
                     )  # fmt: skip
-                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
+                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(waiting, of_key)
+        for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
+            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
+                of_key = Scope(
+                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
+                )  # fmt: skip
+                rows[f"{alias}.outbox_finding"] += _findings(Finding._base_manager.using(alias), of_key)
     return rows
 
 

@@ -26,13 +26,12 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
-# The rights of a publisher in the application's databases, by table and columns. A row of the relay has a body, so
-# the publisher reads only the columns by which it finds the row.
+# The rights of a publisher in the application's databases, by table and columns.
 _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "outbox_ledger": {"SELECT": (), "INSERT": ()},
     "outbox_ledger_identity": {"SELECT": ()},
     "outbox_key_lock": {"SELECT": (), "INSERT": (), "UPDATE": ()},
-    "outbox_relay": {"INSERT": (), "SELECT": ("sequence", "message_id", "due_at")},
+    "outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()},
 }
 _OF_OTHERS: Final[Mapping[Role, Sequence[str]]] = {
     Role.WORK: ("SELECT", "INSERT", "UPDATE", "DELETE"),

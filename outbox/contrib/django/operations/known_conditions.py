@@ -2,20 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from outbox import hooks
 
 if TYPE_CHECKING:
-    from outbox.broker.operations.conditions import DeclaredCondition
+    from datetime import datetime
+    from uuid import UUID
+
+    from outbox.broker.operations.conditions import Condition, ConditionReport, DeclaredCondition
+    from outbox.broker.operations.dead_letters import LetterSelection
     from outbox.broker.operations.state import BrokerState
+
 
 _OWN = (
     "outbox.contrib.django.operations.claimed_messages",
     "outbox.contrib.django.operations.findings",
 )
+
+
+class Figures(Protocol):
+    """The figures of an engine's server."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `outbox_status --json`."""
+
+    def headline(self) -> str:
+        """The line with which `outbox_status` begins."""
+
+    def tables(self) -> Iterator[tuple[Sequence[str], Iterable[Sequence[object]]]]:
+        """The tables that `outbox_status` prints: headings and rows."""
+
+
+class Path(Protocol):
+    """What is known about one message."""
+
+    def sections(self) -> Mapping[str, Any]:
+        """Plain values, for `outbox_message show`."""
+
+
+class Observer(Protocol):
+    """The module through which operators see and change the server of an engine that is not in PostgreSQL.
+
+    `CONDITIONS`: its declared conditions, by name. `REPLAY_CAUTION`: what else a replay of dead letters does, as a
+    sentence. `OVERVIEW_PAGE` and `MESSAGE_PAGE`: the templates of the pages, which get the figures as `server` and the
+    path of the message as `found`. All functions may raise ConfigurationError or BrokerError.
+    """
+
+    CONDITIONS: Mapping[str, DeclaredCondition[Any]]
+    REPLAY_CAUTION: str
+    OVERVIEW_PAGE: str
+    MESSAGE_PAGE: str
+
+    def look(self) -> tuple[ConditionReport, Figures | None]:
+        """The conditions that hold, and the figures; None if a server does not answer."""
+
+    def probe(self) -> ConditionReport:
+        """The few conditions for load balancers."""
+
+    def examine(self) -> Iterable[Condition]:
+        """The conditions that hold, and other problems, for `outbox_doctor`."""
+
+    def metric_families(self, figures: Any) -> Iterable[tuple[str, Sequence[tuple[Sequence[str], float]]]]:
+        """The figures as metrics: names with rows of labels and value."""
+
+    def refused_command(self, name: str) -> str:
+        """Why a command does not work on this engine, and what to use instead; '' if it works."""
+
+    def refused_page(self, name: str) -> str:
+        """Why a page does not work on this engine, and what to use instead; '' if it works."""
+
+    def install(self, create: str | None, *, say: Callable[[str], None]) -> None:
+        """Compare the topics of the server with the declared topics. The work of `outbox_install`.
+
+        `create`: None, or the address at which topics and groups are created first, or '' for all addresses.
+        """
+
+    def now(self) -> datetime:
+        """A time at which every dead letter of this moment is older by the server's clock."""
+
+    def settle_letters(self, group: str, selection: LetterSelection, *, limit: int, replay: bool, dry_run: bool) -> int:
+        """Replay or discard dead letters, the oldest first, and return their number."""
+
+    def find_path(self, message_id: UUID) -> Path | None:
+        """The path of a message; None if nothing is known about it."""
+
+    def absent(self, message_id: UUID) -> str:
+        """The text for a message without a path."""
 
 
 def application_conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:
@@ -31,9 +106,9 @@ def catalogue() -> Mapping[str, DeclaredCondition[BrokerState]]:
     return {**conditions(), **application_conditions()}
 
 
-def observer() -> Any | None:
+def observer() -> Observer | None:
     """Return the observing module for the engine of the settings; None for the bundled broker."""
     from outbox.contrib.django.settings.conf import get_settings
 
-    module = hooks.observers.get(get_settings().engine)
-    return None if module is None else import_module(module)
+    engine = hooks.engines.get(get_settings().engine)
+    return None if engine is None else cast("Observer", import_module(engine.observer))

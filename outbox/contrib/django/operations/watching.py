@@ -88,7 +88,7 @@ class BrokerView:
 
     verdict: ConditionReport
     overview: Overview | None
-    server: Any = None
+    server: known_conditions.Figures | None = None
     summary: Summary | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -123,8 +123,7 @@ def probe() -> ConditionReport:
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
     if (observer := known_conditions.observer()) is not None:
-        report: ConditionReport = observer.probe()
-        return report
+        return observer.probe()
     try:
         with asking() as run:
             return rules.probe(run, get_settings().thresholds)

@@ -12,7 +12,7 @@ See decision 022.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
@@ -34,7 +34,7 @@ from outbox.contrib.django.database.transactions import (
     watch_of,
 )
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.ledger import ledger, relay_rows
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 class Published:
     """The receipts of one publish call. On the two-phase path, the object also has the call's half message.
 
-    `xid` is the database's id of the local transaction (see ledger.insert_committed). `relayed` is the id of the call's
-    first message that waits for the relay.
+    `xid` is the database's id of the local transaction (see ledger.insert_committed). `are_there` says whether the
+    messages that the engine has stored as rows are still in the transaction.
     """
 
     receipts: Sequence[SendReceipt]
     half: HalfTransaction | None = None
     xid: str = ""
-    relayed: UUID | None = None
+    are_there: Callable[[], bool] | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -124,9 +124,9 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
     sync_pipeline(connection)
     if published.half is not None:
         return _is_half_there(connection, published.half)
-    if published.relayed is not None:
+    if published.are_there is not None:
         with connection.wrap_database_errors:
-            return relay_rows.is_stored(connection, published.relayed)
+            return published.are_there()
     return _is_decision_there(connection, published.receipts[0].transaction_id)
 
 

@@ -3,10 +3,10 @@
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
 leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). The
-atomic path needs no half message. On RocketMQ, a message with an order or a delivery time is a row of the relay instead
-of a half message.
+atomic path needs no half message. An engine may store some messages as rows of its own instead of half messages
+(`Engine.store_rows`).
 
-See decisions 076 and 290.
+See decision 076.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from outbox.contrib.django.database.transactions import (
 from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
-from outbox.contrib.django.ledger import ledger_entry, relay_rows
+from outbox.contrib.django.ledger import ledger_entry, unique_keys
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
@@ -448,29 +448,13 @@ class _HalfTerms:
 def _publish_two_phase(
     connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
 ) -> Published:
-    if current.engine.has_relay and (relayed := [item for item in messages if current.engine.is_relayed(item)]):
-        return _publish_relayed(connection, current, messages, relayed, terms)
-    return _publish_halves(connection, current, messages, terms)
-
-
-def _publish_relayed(
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    messages: Sequence[Message],
-    relayed: Sequence[Message],
-    terms: _HalfTerms,
-) -> Published:
-    """Store the messages `relayed` for the relay, and send the others as half messages."""
-    topics = [_topic(current, item.topic) for item in relayed]
-    _lock_keys(connection, topics, relayed)
-    ids = {item.message_id for item in relayed}
-    halves = [item for item in messages if item.message_id not in ids]
-    transaction_id = (halves or relayed)[0].message_id
-    ordered = [topic.is_fifo for topic in topics]
-    receipts = relay_rows.store(connection, relayed, ordered, transaction_id=transaction_id)
+    rows = current.engine.store_rows(connection, messages)
+    if rows is None:
+        return _publish_halves(connection, current, messages, terms)
+    halves = [item for item in messages if item.message_id not in rows.receipts]
     published = _publish_halves(connection, current, halves, terms) if halves else Published([])
-    by_id = {receipt.message_id: receipt for receipt in (*receipts, *published.receipts)}
-    return replace(published, receipts=[by_id[item.message_id] for item in messages], relayed=relayed[0].message_id)
+    receipts = {**rows.receipts, **{one.message_id: one for one in published.receipts}}
+    return replace(published, receipts=[receipts[item.message_id] for item in messages], are_there=rows.are_there)
 
 
 def _publish_halves(

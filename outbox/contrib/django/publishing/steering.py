@@ -8,11 +8,10 @@ from django.utils.asyncio import async_unsafe
 
 from outbox.contrib.django.database.transactions import current_transaction
 from outbox.contrib.django.engine.broker import get_broker, get_engine
-from outbox.contrib.django.ledger import relay_rows
 from outbox.contrib.django.publishing.publish import key_text
 from outbox.errors import TransactionUsageError
 from outbox.ports import Broker
-from outbox.recall import Recall, RecallStatus
+from outbox.recall import Recall
 
 
 @async_unsafe("recall() waits for a database: in a coroutine write `await sync_to_async(recall)(…)`.")
@@ -21,12 +20,10 @@ def recall(message_id: UUID) -> Recall:
 
     A recall takes effect at once and cannot be undone. So this function refuses to run inside a transaction, which
     could roll back. Call `recall` in `transaction.on_commit`. A message that is already in its queue cannot be
-    recalled. On RocketMQ, only a message that still waits for the relay can be recalled. Raises BrokerError.
+    recalled. Another engine than PostgreSQL may be able to recall fewer messages (docs/engines.md). Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
-    if get_engine().has_relay and (waiting := _recall_from_relay(message_id)) is not None:
-        return waiting
-    return _settled_broker().recall([message_id])[0]
+    return get_engine().recall_row(message_id) or _settled_broker().recall([message_id])[0]
 
 
 @async_unsafe("recall_key() waits for a database: in a coroutine write `await sync_to_async(recall_key)(…)`.")
@@ -47,13 +44,6 @@ def reject_transactional(rejecting: bool = True) -> bool:
     BrokerError.
     """
     return get_broker().reject_transactional(rejecting)
-
-
-def _recall_from_relay(message_id: UUID) -> Recall | None:
-    for alias in relay_rows.relay_aliases():
-        for row in relay_rows.remove_unsent(alias, message_id):
-            return Recall(message_id=message_id, status=RecallStatus.RECALLED, topic=row.topic, key=row.key)
-    return None
 
 
 def _settled_broker() -> Broker:

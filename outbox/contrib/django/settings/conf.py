@@ -217,14 +217,28 @@ def _limits(where: str, value: Any) -> tuple[float | None, float | None]:
 
 
 class EngineName(enum.StrEnum):
-    """The engine that the settings choose. `outbox.contrib.django.engine.broker` maps each name to its class."""
+    """The engines of the core. The name of an engine that a part adds is the scheme of its addresses."""
 
     POSTGRES = "postgres"
     """The engine if `BROKER` is an alias of DATABASES."""
-    ROCKETMQ = "rocketmq"
-    """The engine if `BROKER` is an address rocketmq://…"""
     MEMORY = "memory"
     """The engine if `IN_MEMORY` is on."""
+
+
+_SCHEME_END: Final = "://"
+
+
+def _broker(where: str, value: object) -> str:
+    """Return the alias or the address. Raises ConfigurationError if no installed part has an engine for the address."""
+    broker = any_text.check(where, value)
+    scheme, separator, _ = broker.partition(_SCHEME_END)
+    if separator and scheme not in hooks.engines:
+        part = f"{contrib.__name__}.{scheme}"
+        is_there = scheme.isidentifier() and find_spec(part) is not None and find_spec(f"{part}.engine") is not None
+        remedy = f"add {part!r} to INSTALLED_APPS" if is_there else "write an alias of DATABASES"
+        # The error does not show the rest of the address, because it may contain a password.
+        raise ConfigurationError(f"{where} = '{scheme}{_SCHEME_END}…' is the address of no installed engine: {remedy}.")
+    return broker
 
 
 def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
@@ -243,10 +257,9 @@ class OutboxSettings:
 
     broker: str = setting(
         DEFAULT_DB_ALIAS,
-        text("alias or address"),
+        Rule("alias or address", _broker),
         word="broker",
-        meaning="alias of the broker's database (PostgreSQL 15 or newer), "
-        "or [address of RocketMQ](rocketmq.md#the-address), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        meaning="alias of the broker's database (PostgreSQL 15 or newer), or address of [another broker](engines.md)",
         section="broker",
     )
     schema: str = setting(
@@ -471,16 +484,16 @@ class OutboxSettings:
         return self.producer_group
 
     @property
-    def engine(self) -> EngineName:
-        """The engine that `in_memory` and `broker` choose."""
+    def engine(self) -> str:
+        """The name of the engine that `in_memory` and `broker` choose: one of `EngineName`, or of `hooks.engines`."""
         if self.in_memory:
             return EngineName.MEMORY
-        return EngineName.POSTGRES if self.has_database else EngineName.ROCKETMQ
+        return EngineName.POSTGRES if self.has_database else self.broker.partition(_SCHEME_END)[0]
 
     @property
     def has_database(self) -> bool:
         """Whether the broker is the bundled broker, in the database of the alias `broker`."""
-        return not self.in_memory and not self.broker.startswith("rocketmq://")
+        return not self.in_memory and _SCHEME_END not in self.broker
 
     @property
     def check(self) -> CheckSettings:
@@ -678,16 +691,6 @@ ENVIRONMENT: Final = (
         "for tests and the demo: the places where a process is killed, stopped or delayed (`outbox.utils.faults`)",
     ),
     Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
-    Variable(
-        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
-        _USER,
-        "RocketMQ with `tls=`: the file with the certificates of your own authority; by default those of the system",
-    ),
-    Variable(
-        "GRPC_ENABLE_FORK_SUPPORT",
-        _USER,
-        "RocketMQ: without it, outbox sets `0`, because gRPC's handlers of `fork` can end a forked child",
-    ),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
     Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),

@@ -31,7 +31,6 @@ from outbox.broker.supervisor import (
 )
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.worker.relaying import run_relay_role
 from outbox.contrib.django.worker.roles import SHARED_LEAD, Role, known_roles
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
@@ -119,8 +118,6 @@ def _run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[
     elif Role.CONSUMER in roles:
         tune_garbage_collector()
         run_consumer_role(stop, groups=groups, leads=shared_lead)
-    elif Role.RELAY in roles:
-        run_relay_role(stop)
     elif Role.MONITOR in roles:
         run_monitor_role(stop)
     elif len(set(roles)) > 1:

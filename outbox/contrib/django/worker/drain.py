@@ -98,21 +98,21 @@ def drain_after_others() -> DrainCounts:
             waiting = engine.held_elsewhere()
 
 
-def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
+def run_until_drained(stop: threading.Event) -> LeftoverWork:
     """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop` is set.
 
     Return the last count of the remaining messages. While the worker runs, only handlers of this project may publish on
-    this broker. The parameter `brokers` is explained in `Engine.left`. If `Engine.left` raises a UsageError, the worker
-    ends with this error, because it could never count the messages.
+    this broker. If `Engine.left` raises a UsageError, the worker ends with this error, because it could never count the
+    messages.
     """
     autodiscover()
     engine = engine_of(get_settings())
-    last: list[LeftoverWork] = [engine.left(brokers)]
+    last: list[LeftoverWork] = [engine.left()]
     failed: list[BaseException] = []
 
     def watch() -> None:
         try:
-            last.append(_until_nothing_waits(stop, lambda: engine.left(brokers)))
+            last.append(_until_nothing_waits(stop, engine.left))
         except BaseException as error:
             failed.append(error)
         finally:

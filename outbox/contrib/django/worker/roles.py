@@ -40,8 +40,6 @@ class Role(StrEnum):
     """Runs the project's subscribers."""
     CHECK = "check"
     """Runs check-back, pruning and the audit, each at its interval."""
-    RELAY = "relay"
-    """Sends the messages of the table outbox_relay to RocketMQ."""
     MONITOR = "monitor"
     """Answers the requests at HEALTH_ADDRESS."""
 
@@ -69,8 +67,8 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     """Return the processes that run `roles`.
 
-    By default a worker runs all roles, but no consumers in a project without subscribers, no relay if no topic needs
-    it, and of the roles of parts those that are needed.
+    By default a worker runs all roles, but no consumers in a project without subscribers, and of the roles of parts
+    those that are needed.
 
     One process runs the roles broker and check. OUTBOX['CONSUMER_PROCESSES'] processes run consumers. A worker's only
     consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
@@ -84,8 +82,6 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     engine = engine_of(settings)
     if not roles and not engine.has_broker_process:
         wanted.discard(Role.BROKER)
-    if not roles and not engine.needs_relay():
-        wanted.discard(Role.RELAY)
     processes: dict[str, list[str]] = {}
     if Role.BROKER in wanted or Role.CHECK in wanted:
         together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
@@ -94,8 +90,6 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         required_subscriptions()
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
-    if Role.RELAY in wanted:
-        processes["relay"] = [Role.RELAY]
     processes.update((name, [name]) for name in hooks.roles if name in wanted)
     left = prepare_health_files(processes)
     options = [SHARED_LEAD] if _shares_lead(processes) else []

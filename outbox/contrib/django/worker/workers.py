@@ -24,7 +24,6 @@ from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.relaying import run_relay_role
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
 from outbox.errors import BrokerUnavailable, OutboxError, ServiceUnavailable
 from outbox.ports import AnyHandler, Consumers
@@ -237,7 +236,6 @@ _ROLES: Final[Mapping[str, RunRole]] = {
     Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
     Role.CONSUMER: lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
     Role.CHECK: lambda stop, groups: run_check_role(stop),
-    Role.RELAY: lambda stop, groups: _by_itself("relay", lambda: run_relay_role(stop)),
     Role.MONITOR: lambda stop, groups: run_monitor_role(stop),
 }
 

@@ -1,14 +1,13 @@
 """`manage.py outbox_install [--grants | --drop | --partition-inbox]`: checks or installs the broker and its roles, or
 divides the inbox.
 
-On PostgreSQL the broker consists of tables, on RocketMQ of topics and groups.
+On PostgreSQL the broker consists of tables. On the server of another engine, it consists of topics and groups.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import psycopg
 from django.core.management.base import CommandError, CommandParser
@@ -16,31 +15,26 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.engine.broker import engine_of, get_engine
-from outbox.contrib.django.engine.rocketmq import RocketMQEngine
+from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations.granting import grant, planned_grants
 from outbox.contrib.django.operations.installation import install_broker, planned_installation
-from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
+from outbox.contrib.django.operations.known_conditions import observer
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
-
-# RocketMQ's proxy caches the topics. So for about 20 s, the proxy may report that a new topic is missing, or may report
-# the former type of a changed topic.
-_SETTLE_SECONDS: Final = 30.0
-_PAUSE_SECONDS: Final = 0.5
 
 
 class Command(OperatorCommand):
-    """Parses the arguments, then installs, checks or drops the broker's tables, or checks RocketMQ's topics.
+    """Parses the arguments, then installs, checks or drops the broker's tables, or lets an engine check its server.
 
-    On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates the
-    declared topics and groups.
+    An engine with a server compares its topics with the declared topics. With --create, it first creates the declared
+    topics and groups.
     """
 
     help = (
         "Install or upgrade the broker's tables and declare the topics of OUTBOX['TOPICS'], as `migrate` does. With "
-        "--drop, drop the tables. On RocketMQ, check the declared topics; with --create, first create the topics and "
-        "the consumer groups."
+        "--drop, drop the tables. If the broker is the server of another engine, check its topics; with --create, "
+        "first create the topics and the consumer groups."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -55,8 +49,8 @@ class Command(OperatorCommand):
             nargs="?",
             const="",
             metavar="HOST:PORT",
-            help="first create topics and groups on all RocketMQ brokers in OUTBOX['BROKER'], or on the one with this "
-            "administration port (listenPort, 10911)",
+            help="first create topics and groups on all servers in OUTBOX['BROKER'], if that is the address of another "
+            "engine, or on the one with this administration port",
         )
         parser.add_argument(
             "--grants",
@@ -89,10 +83,9 @@ class Command(OperatorCommand):
             raise CommandError(
                 "--create cannot be used with --dry-run: leave --create out, then the command only checks the topics."
             )
-        if settings.engine is EngineName.ROCKETMQ:
-            if options["drop"]:
-                raise CommandError("the broker is RocketMQ: delete its topics and groups with its own tools (mqadmin).")
-            self._check_rocketmq(settings, create=options["create"])
+        if (server := observer()) is not None:
+            autodiscover()
+            server.install(options["create"], say=self.say)
             return
         engine_of(settings).refusals.require("install", "outbox_install")
         members = {role: options[role.value] for role in Role}
@@ -103,8 +96,7 @@ class Command(OperatorCommand):
             raise CommandError("--publish, --work, --watch and --own need --grants.")
         if creates:
             raise CommandError(
-                "OUTBOX['BROKER'] is not a RocketMQ address, so there is no topic for --create to create: leave "
-                "--create out."
+                "OUTBOX['BROKER'] is an alias of DATABASES, so the topics need no --create: leave it out."
             )
         if options["drop"]:
             self.act(ACTIONS["drop_broker"], options)
@@ -148,35 +140,3 @@ class Command(OperatorCommand):
         change = f"is at version {after}" if before == after else f"{would}brought from version {before} to {after}"
         topics = ", ".join(sorted(settings.topics)) or "none"
         self.say(f"the broker's {where} {change}; topics {would}declared: {topics}")
-
-    def _check_rocketmq(self, settings: OutboxSettings, *, create: str | None) -> None:
-        """Compare RocketMQ's topics with the declared topics.
-
-        If `create` is an address, first create the topics and groups at this address; if it is empty, at each broker.
-
-        Raises CommandError if a topic or group is missing, or if RocketMQ has stopped checking transactions that no
-        worker has decided yet.
-        """
-        engine = cast(RocketMQEngine, get_engine())
-        autodiscover()
-        engine.require()
-        if create is not None:
-            topics, subscriptions = engine.create(create)
-            self.say(f"created or updated: {topics} topics, {subscriptions} subscriptions")
-        if problems := _problems(engine.server_problems, 0.0 if create is None else _SETTLE_SECONDS):
-            raise CommandError("\n".join(problems))
-        self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
-        if given_up := engine.given_up():
-            raise CommandError(
-                f"RocketMQ has stopped checking {given_up} half messages of producer group "
-                f"{settings.producer_group!r}, and no worker has decided them yet: start outbox_worker. If a worker "
-                "runs, its log names the transactions and the reason."
-            )
-
-
-def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
-    """Call `look` until it finds no problem, for at most `seconds`. Return the problems of the last call."""
-    deadline = time.monotonic() + seconds
-    while (problems := list(look())) and time.monotonic() < deadline:
-        time.sleep(_PAUSE_SECONDS)
-    return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
@@ -10,9 +11,9 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
+from outbox.contrib.django.operations.known_conditions import Observer, observer
 
 
 class Command(OperatorCommand):
@@ -32,7 +33,8 @@ class Command(OperatorCommand):
         self.add_json(shown)
 
     def _show(self, options: dict[str, Any]) -> None:
-        sections = self._path_on_server(options["id"]) if is_on_rocketmq() else self._path(options["id"])
+        server = observer()
+        sections = self._path(options["id"]) if server is None else _path_on(server, options["id"])
         if options["json"]:
             self.print_json(sections)
             return
@@ -47,19 +49,7 @@ class Command(OperatorCommand):
                     self.say(f"    {line}")
 
     @staticmethod
-    def _path_on_server(message_id: UUID) -> dict[str, Any]:
-        from outbox.contrib.django.operations.rocketmq import find_path
-
-        found = find_path(message_id)
-        if found is None:
-            raise CommandError(
-                f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it: it "
-                "was never stored, its transaction was rolled back, or RocketMQ has deleted it (fileReservedTime)."
-            )
-        return dict(found.sections())
-
-    @staticmethod
-    def _path(message_id: UUID) -> dict[str, Any]:
+    def _path(message_id: UUID) -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):
             found = trace(Executor(connection, schema), message_id)
         if found is None:
@@ -68,3 +58,9 @@ class Command(OperatorCommand):
             )
         claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
         return {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}
+
+
+def _path_on(server: Observer, message_id: UUID) -> Mapping[str, Any]:
+    if (found := server.find_path(message_id)) is None:
+        raise CommandError(server.absent(message_id))
+    return found.sections()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
@@ -14,9 +14,6 @@ from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.watching import BrokerView, look, probe
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.probes import live, ready
-
-if TYPE_CHECKING:
-    from outbox.contrib.django.operations.rocketmq import ServerFigures
 
 
 class Command(OutboxCommand):
@@ -85,30 +82,12 @@ class Command(OutboxCommand):
         if found.overview is not None:
             self._print_overview(found.overview)
         if found.server is not None:
-            self._print_server(found.server)
+            self.say("")
+            self.say(found.server.headline())
+            for headings, rows in found.server.tables():
+                self.say("")
+                self.print_rows(headings, rows)
         return found
-
-    def _print_server(self, server: ServerFigures) -> None:
-        given_up = sum(one.is_given_up for one in server.halves)
-        self.say("")
-        self.say(
-            f"RocketMQ, producer group {server.producer_group or 'none'}: {len(server.halves) - given_up} undecided, "
-            f"{given_up} given up"
-        )
-        self.say("")
-        self.print_rows(
-            ["topic", "queues", "written", "stored"],
-            ((one.topic, one.queues or "missing", one.written, one.stored) for one in server.topics),
-        )
-        self.say("")
-        self.print_rows(
-            ["group", "topic", "lag", "retrying", "oldest waits since", "dead"],
-            (
-                (one.group, one.topic, *((one.lag, one.retrying) if one.is_known else ("missing", "")), one.oldest_at,
-                 server.dead[one.group])
-                for one in server.groups
-            ),
-        )  # fmt: skip
 
     def _print_overview(self, broker: Overview) -> None:
         self.say("")

@@ -60,13 +60,7 @@ class Command(OutboxCommand):
             action="store_true",
             help="end as soon as no message of this project waits on the broker; used before a move to another broker",
         )
-        parser.add_argument(
-            "--rocketmq-broker",
-            action="append",
-            default=[],
-            metavar="HOST:PORT",
-            help="for --until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
-        )
+        self.add_action(parser, ACTIONS["forget"])
 
     def handle(self, *args: Any, **options: Any) -> None:
         _refuse(options)
@@ -80,7 +74,7 @@ class Command(OutboxCommand):
         before = stop_on_signals(stop)
         try:
             if options["until_drained"]:
-                self._until_drained(stop, options["rocketmq_broker"])
+                self._until_drained(stop)
             else:
                 # The supervisor of the role `all` does no work of its own: each of its processes sends its signals.
                 with nullcontext() if role == "all" else signals.working([role]):
@@ -104,8 +98,8 @@ class Command(OutboxCommand):
             if counts.elsewhere:
                 self.say(f"{counts.elsewhere} messages wait in queues of other running consumer processes")
 
-    def _until_drained(self, stop: threading.Event, brokers: Sequence[str]) -> None:
-        left = run_until_drained(stop, brokers)
+    def _until_drained(self, stop: threading.Event) -> None:
+        left = run_until_drained(stop)
         if left.waiting:
             raise CommandError(f"stopped before the broker was drained: {'; '.join(left.waiting)}.")
         if staying := "; ".join(left.staying):
@@ -143,5 +137,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
             "--drain does the work that is due now, and --until-drained also waits for later work: pass only one of "
             "the two options."
         )
-    if options["rocketmq_broker"] and not options["until_drained"]:
-        raise CommandError("--rocketmq-broker needs --until-drained.")
+    acting = options["dry_run"] or options["json"] or options["no_input"] or options["reason"]
+    if options["forget"] and (role != "all" or drains or options["until_drained"]):
+        raise CommandError("--forget runs no role: leave the other options out.")
+    if acting and not options["forget"]:
+        raise CommandError("--dry-run, --json, --no-input and --reason need --forget.")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, cast
 from uuid import UUID
 
@@ -41,15 +42,17 @@ from outbox.broker.operations.conditions import (
     worst_first,
 )
 from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, PagePosition
-from outbox.contrib.django.engine import dead_letter_notes
-from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.engine.rocketmq import RocketMQEngine
-from outbox.contrib.django.ledger import ledger, relay_rows
+from outbox.contrib.django.engine.broker import engine_of, get_engine
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
-from outbox.contrib.django.ledger.relay_rows import RelayBacklog
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
+from outbox.contrib.rocketmq import dead_letter_notes, relay_rows
+from outbox.contrib.rocketmq.engine import RocketMQEngine
+from outbox.contrib.rocketmq.operator_table import refused_command as refused_command
+from outbox.contrib.rocketmq.operator_table import refused_page as refused_page
+from outbox.contrib.rocketmq.relay_rows import RelayBacklog
 from outbox.errors import BrokerError, UnknownGroup, UsageError
 from outbox.rocketmq import inspection
 from outbox.rocketmq.admin import Admin, brokers_of
@@ -57,6 +60,19 @@ from outbox.rocketmq.inspection import Copy, GroupFigures, Letter, OpenHalf, Top
 
 logger = logging.getLogger(__name__)
 
+REPLAY_CAUTION: Final = (
+    "On RocketMQ, every group of the topic gets the messages again; the inboxes skip what they have handled."
+)
+OVERVIEW_PAGE: Final = "rocketmq"
+MESSAGE_PAGE: Final = "rocketmq_message"
+
+# RocketMQ's proxy caches the topics. So for about 20 s, the proxy may report that a new topic is missing, or may report
+# the former type of a changed topic.
+_SETTLE_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 0.5
+# The page of the overview lists so many.
+_MOST_HALVES: Final = 50
+_CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
 # An operator waits for the answer, and a page has a deadline of 5 s.
 _ANSWER_SECONDS: Final = 2.0
 _PUBLISH_SECONDS: Final = 10.0
@@ -76,6 +92,39 @@ class ServerFigures:
     dead: Mapping[str, int]
     halves: Sequence[OpenHalf]
     relay: Sequence[RelayBacklog]
+
+    @property
+    def unsettled(self) -> list[tuple[str, int]]:
+        """The groups with dead letters that no operator has settled, and their numbers."""
+        return [(group, count) for group, count in self.dead.items() if count]
+
+    @property
+    def oldest_halves(self) -> Sequence[OpenHalf]:
+        """The undecided half messages that the page lists."""
+        return self.halves[:_MOST_HALVES]
+
+    def headline(self) -> str:
+        """The producer group with its undecided half messages."""
+        given_up = sum(one.is_given_up for one in self.halves)
+        return (
+            f"RocketMQ, producer group {self.producer_group or 'none'}: {len(self.halves) - given_up} undecided, "
+            f"{given_up} given up"
+        )
+
+    def tables(self) -> Iterator[tuple[Sequence[str], Iterable[Sequence[object]]]]:
+        """The topics and the groups: headings and rows."""
+        yield (
+            ["topic", "queues", "written", "stored"],
+            [(one.topic, one.queues or "missing", one.written, one.stored) for one in self.topics],
+        )
+        yield (
+            ["group", "topic", "lag", "retrying", "oldest waits since", "dead"],
+            [
+                (one.group, one.topic, *((one.lag, one.retrying) if one.is_known else ("missing", "")), one.oldest_at,
+                 self.dead[one.group])
+                for one in self.groups
+            ],
+        )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -360,6 +409,42 @@ def _about(half: OpenHalf) -> Fact:
     return {"transaction": str(half.transaction_id), "topic": half.message.topic, "sent_at": sent}
 
 
+# -- installation ---------------------------------------------------------------------------------------
+
+
+def install(create: str | None, *, say: Callable[[str], None]) -> None:
+    """Compare RocketMQ's topics with the declared topics.
+
+    If `create` is an address, first create the topics and groups at this address; if it is empty, at each broker.
+
+    Raises UsageError if a topic or group is missing, or if RocketMQ has stopped checking transactions that no worker
+    has decided yet.
+    """
+    settings = get_settings()
+    engine = cast(RocketMQEngine, get_engine())
+    engine.require()
+    if create is not None:
+        topics, subscriptions = engine.create(create)
+        say(f"created or updated: {topics} topics, {subscriptions} subscriptions")
+    if problems := _problems(engine.server_problems, 0.0 if create is None else _SETTLE_SECONDS):
+        raise UsageError("\n".join(problems))
+    say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
+    if given_up := engine.given_up():
+        raise UsageError(
+            f"RocketMQ has stopped checking {given_up} half messages of producer group {settings.producer_group!r}, "
+            "and no worker has decided them yet: start outbox_worker. If a worker runs, its log names the transactions "
+            "and the reason."
+        )
+
+
+def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
+    """Call `look` until it finds no problem, for at most `seconds`. Return the problems of the last call."""
+    deadline = time.monotonic() + seconds
+    while (problems := list(look())) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+    return problems
+
+
 # -- dead letters ---------------------------------------------------------------------------------------
 
 
@@ -433,6 +518,11 @@ def _matches(selection: LetterSelection, letter: DeadLetter) -> bool:
         and (selection.since is None or letter.dead_at >= selection.since)
         and (selection.until is None or letter.dead_at < selection.until)
     )
+
+
+def now() -> datetime:
+    """RocketMQ does not report its time, and its clock may be ahead of the clock of this host."""
+    return datetime.now(UTC) + _CLOCK_DIFFERENCE
 
 
 def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay: bool, dry_run: bool) -> int:
@@ -512,6 +602,14 @@ def find_path(message_id: UUID) -> MessagePath | None:
     if not copies and not handled:
         return None
     return MessagePath(copies=copies, ledger=_outcomes(transactions), handled=handled, letters=letters)
+
+
+def absent(message_id: UUID) -> str:
+    """The text for a message of which `find_path` finds nothing."""
+    return (
+        f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it: it was "
+        "never stored, its transaction was rolled back, or RocketMQ has deleted it (fileReservedTime)."
+    )
 
 
 def _at_relay(alias: str, message_id: UUID) -> list[Copy]:

@@ -9,19 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from uuid import UUID
 
 from django.core.checks import CheckMessage, Error, Warning
+from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox.contrib.django.engine import dead_letter_notes
-from outbox.contrib.django.engine.engine import Engine
-from outbox.contrib.django.ledger import relay_rows
+from outbox.contrib.django.engine.engine import Engine, StoredRows
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
-from outbox.contrib.django.settings.conf import refused_elsewhere
+from outbox.contrib.django.publishing.publish import lock_keys
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.django.subscribers.scheduled import scheduled_functions
+from outbox.contrib.rocketmq import dead_letter_notes, relay_rows
 from outbox.errors import ConfigurationError, UsageError
 from outbox.message import Message
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
+from outbox.recall import Recall, RecallStatus
 from outbox.refusals import Refusals
 from outbox.rocketmq import declarations
 from outbox.rocketmq.admin import brokers_of, parse_address
@@ -29,6 +32,7 @@ from outbox.rocketmq.exhausted import waiting
 from outbox.rocketmq.inspection import missing
 from outbox.rocketmq.left import Timers, left
 from outbox.subscription import Subscription
+from outbox.topic import Topic
 from outbox.utils import heartbeat
 
 if TYPE_CHECKING:
@@ -46,7 +50,6 @@ class RocketMQEngine(Engine):
 
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
-    has_relay: ClassVar[bool] = True
     pass_names: ClassVar[Sequence[str]] = ("exhausted_checks", "unasked_checks")
 
     @cached_property
@@ -145,10 +148,42 @@ class RocketMQEngine(Engine):
         return not self.broker.unrouted()
 
     def needs_relay(self) -> bool:
+        """Whether a declared topic has messages that wait for the relay."""
         return any(declarations.has_relayed(declared.topic) for declared in self.settings.topics.values())
 
-    def is_relayed(self, message: Message) -> bool:
-        return self.broker.check_relayed(message)
+    def store_rows(self, connection: BaseDatabaseWrapper, messages: Sequence[Message]) -> StoredRows | None:
+        """Store the messages with an order or a delivery time for the relay."""
+        relayed = [item for item in messages if self.broker.check_relayed(item)]
+        if not relayed:
+            return None
+        topics = [self._topic(item.topic) for item in relayed]
+        lock_keys(
+            connection,
+            [
+                (item.topic, item.key)
+                for topic, item in zip(topics, relayed, strict=True)
+                if topic.is_fifo and topic.key_lock
+            ],
+        )
+        # The receipts of a publish call name one transaction. If it also has a half message, that is the half's.
+        ids = {item.message_id for item in relayed}
+        first = next((item for item in messages if item.message_id not in ids), relayed[0])
+        ordered = [topic.is_fifo for topic in topics]
+        receipts = relay_rows.store(connection, relayed, ordered, transaction_id=first.message_id)
+        return StoredRows(
+            {one.message_id: one for one in receipts},
+            lambda: relay_rows.is_stored(connection, relayed[0].message_id),
+        )
+
+    def _topic(self, name: str) -> Topic:
+        declared = self.settings.topics.get(name)
+        return self.broker.topic(name) if declared is None else declared.topic
+
+    def recall_row(self, message_id: UUID) -> Recall | None:
+        for alias in relay_rows.relay_aliases():
+            for row in relay_rows.remove_unsent(alias, message_id):
+                return Recall(message_id=message_id, status=RecallStatus.RECALLED, topic=row.topic, key=row.key)
+        return None
 
     def server_problems(self) -> Iterator[str]:
         yield from self.broker.topic_problems()
@@ -190,26 +225,20 @@ class RocketMQEngine(Engine):
         # All calls of `left` share one `Timers` instance.
         return Timers()
 
-    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
-        """See `Engine.left`.
-
-        `brokers`: the administration ports of all brokers. The parameter is needed if OUTBOX['BROKER'] names no
-        administration port.
-        """
+    def left(self) -> LeftoverWork:
         settings = self.settings
         wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
         topics = sorted({*settings.topics, *(topic for _, topic in wanted)})
-        named = brokers_of(settings.broker)
-        admins = [parse_address(text, settings.broker) for text in brokers] or named
+        admins = brokers_of(settings.broker)
         if not admins:
             raise UsageError(
-                "RocketMQ's clients cannot count the remaining messages: name the administration port of each "
-                "broker: --rocketmq-broker HOST:10911, or ?brokers=HOST:10911 in OUTBOX['BROKER']."
+                "RocketMQ's clients cannot count the remaining messages: append the administration port of every "
+                "broker to OUTBOX['BROKER']: ?brokers=HOST:10911,HOST:10911."
             )
         group = settings.producer_group
         # The rows are counted first: a message that the relay sends meanwhile is found on RocketMQ.
         backlogs = [relay_rows.backlog(alias) for alias in ledger_aliases(usable=True)]
-        found = left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+        found = left(admins, wanted, topics, self._timers, producer_group=group)
         waiting = [f"{one.waiting} messages wait for the relay on {one.alias!r}" for one in backlogs if one.waiting]
         parked = [
             f"{one.parked} messages on {one.alias!r} were rejected by RocketMQ (outbox_relay list)"

@@ -1,7 +1,7 @@
 """The rows of the relay (table outbox_relay): messages for RocketMQ that are not half messages.
 
 The publishing transaction inserts a row, so the row exists if and only if the transaction commits. The relay
-(outbox/contrib/django/worker/relaying.py) sends the messages of one line one after the other, and deletes a row after
+(outbox/contrib/rocketmq/relaying.py) sends the messages of one line one after the other, and deletes a row after
 RocketMQ has confirmed its message. A line is the key of a FIFO topic, or a single message without an order.
 
 See decision 290.
@@ -30,7 +30,7 @@ from outbox.errors import ConfigurationError
 from outbox.message import Message, SendReceipt
 
 if TYPE_CHECKING:
-    from outbox.contrib.django.models import RelayEntry
+    from outbox.contrib.rocketmq.models import RelayEntry
 
 # The rows of one INSERT. A larger number needs more parameters than PostgreSQL and SQLite allow.
 _ROWS: Final = 500
@@ -61,7 +61,7 @@ def relay_aliases() -> list[str]:
 def rows_on(alias: str) -> QuerySet[RelayEntry]:
     """The rows of one database. A database router of the project does not change the alias."""
     # A child process imports this module before Django is set up, so models cannot be imported with it.
-    from outbox.contrib.django.models import RelayEntry
+    from outbox.contrib.rocketmq.models import RelayEntry
 
     return RelayEntry._base_manager.using(alias)
 

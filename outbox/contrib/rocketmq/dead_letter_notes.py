@@ -1,4 +1,4 @@
-"""Notes about the dead letters of RocketMQ, in the application's database (see `models.DeadLetterNote`).
+"""Notes about the dead letters of RocketMQ, in the application's database (see `DeadLetterNote`).
 
 See decision 260.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.utils import timezone
 
-from outbox.contrib.django.models import DeadLetterNote
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.rocketmq.models import DeadLetterNote
 from outbox.utils.given_up import GivenUp
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,13 @@ def settle(group: str, letters: Iterable[tuple[UUID, int]], *, is_discarded: boo
         DeadLetterNote.objects.using(_alias()).update_or_create(
             group=group, message_id=message_id, defaults=values, create_defaults={**values, "noted_at": now}
         )
+
+
+def prune() -> Mapping[str, Any]:
+    """Remove the notes about dead letters that RocketMQ does not have any more. This is a periodic pass."""
+    seconds = get_settings().inbox_retention_seconds
+    old = DeadLetterNote.objects.using(_alias()).filter(noted_at__lt=timezone.now() - timedelta(seconds=seconds))
+    return {"removed": old.delete()[0]}
 
 
 def _alias() -> str:

@@ -8,8 +8,8 @@ from uuid import UUID
 
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.ledger import relay_rows
-from outbox.contrib.django.models import RelayEntry
+from outbox.contrib.rocketmq import relay_rows
+from outbox.contrib.rocketmq.models import RelayEntry
 from outbox.errors import UsageError
 
 

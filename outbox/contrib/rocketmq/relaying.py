@@ -30,10 +30,11 @@ from django.db.utils import DatabaseError, InterfaceError
 
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.database.transactions import is_missing_table
-from outbox.contrib.django.engine.broker import get_broker, get_engine
+from outbox.contrib.django.engine.broker import engine_of, get_broker, get_engine
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.ledger.relay_rows import message_of, rows_on
 from outbox.contrib.django.settings.conf import for_column, get_settings
+from outbox.contrib.rocketmq.engine import RocketMQEngine
+from outbox.contrib.rocketmq.relay_rows import message_of, rows_on
 from outbox.errors import ConfigurationError
 from outbox.ports import Broker
 from outbox.utils import heartbeat
@@ -42,7 +43,7 @@ from outbox.utils.faults import point
 from outbox.utils.safe_text import error_line
 
 if TYPE_CHECKING:
-    from outbox.contrib.django.models import RelayEntry, RelayLease
+    from outbox.contrib.rocketmq.models import RelayEntry, RelayLease
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Relay:
 
     def _lease(self) -> QuerySet[RelayLease]:
         # A child process imports this module before Django is set up, so models cannot be imported with it.
-        from outbox.contrib.django.models import RelayLease
+        from outbox.contrib.rocketmq.models import RelayLease
 
         return RelayLease._base_manager.using(self.alias)
 
@@ -289,14 +290,20 @@ class Relay:
         return parked
 
 
-def run_relay_role(stop: threading.Event) -> None:
+def is_needed() -> bool:
+    """Whether a declared topic has messages that wait for the relay. Raises ConfigurationError."""
+    engine = engine_of(get_settings())
+    return isinstance(engine, RocketMQEngine) and engine.needs_relay()
+
+
+def run_relay_role(stop: threading.Event, names: Sequence[str] = ()) -> None:
     """Send the waiting messages of all databases of the project until `stop` is set.
 
     Raises ConfigurationError if the engine has no relay.
     """
     refuse_processes_in_tests()
     engine, settings = get_engine(), get_settings()
-    if not engine.has_relay:
+    if not isinstance(engine, RocketMQEngine):
         raise ConfigurationError(
             f"the engine {engine.refusals.engine} needs no relay: leave the role relay out (--outbox-roles, --role)."
         )

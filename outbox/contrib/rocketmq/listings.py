@@ -9,13 +9,13 @@ from typing import Any, Final
 from outbox.broker.operations.dead_letters import DeadLetter
 from outbox.contrib.django.actions import groups, messages, topics, transactions
 from outbox.contrib.django.actions.listing import Asked, Column
-from outbox.contrib.django.operations import rocketmq
-from outbox.contrib.django.settings.conf import EngineName, get_settings
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.rocketmq import operations
 from outbox.errors import UsageError
 from outbox.rocketmq import inspection
 from outbox.rocketmq.inspection import Copy
 
-_HERE: Final[Any] = {"engine": EngineName.ROCKETMQ.value, "of_broker": False}
+_HERE: Final[Any] = {"engine": "rocketmq", "of_broker": False}
 
 
 def _named(names: str) -> list[Column]:
@@ -25,27 +25,29 @@ def _named(names: str) -> list[Column]:
 TOPICS: Final = replace(
     topics.LISTED,
     columns=_named("topic queues stored written"),
-    read=lambda run, asked: inspection.topic_figures(rocketmq.brokers(), sorted(get_settings().topics)),
+    read=lambda run, asked: inspection.topic_figures(operations.brokers(), sorted(get_settings().topics)),
     json=None,
     **_HERE,
 )
 GROUPS: Final = replace(
     groups.LISTED,
     columns=_named("group topic lag retrying oldest_at is_known"),
-    read=lambda run, asked: inspection.group_figures(rocketmq.brokers(), rocketmq.pairs()),
+    read=lambda run, asked: inspection.group_figures(operations.brokers(), operations.pairs()),
     **_HERE,
 )
 QUEUES: Final = replace(
     groups.QUEUES,
     columns=_named("broker topic queue offset end lag"),
-    read=lambda run, asked: inspection.offsets(rocketmq.brokers(), asked["group"], rocketmq.topics_of(asked["group"])),
+    read=lambda run, asked: inspection.offsets(
+        operations.brokers(), asked["group"], operations.topics_of(asked["group"])
+    ),
     **_HERE,
 )
 
 
 def _letters(run: None, asked: Asked) -> list[DeadLetter]:
     page = asked.only("settled", "after")
-    return rocketmq.list_letters(asked["group"], messages.selected(asked), **page, limit=asked.limit)
+    return operations.list_letters(asked["group"], messages.selected(asked), **page, limit=asked.limit)
 
 
 # RocketMQ's consumers note the error of the last attempt only.
@@ -60,7 +62,7 @@ def _open(run: None, asked: Asked) -> list[dict[str, Any]]:
             "RocketMQ has no transactional ids and no parked transactions, and the list has one page: leave these "
             "options out."
         )
-    return [one.as_json() for one in rocketmq.open_transactions(asked["group"])][: asked.limit]
+    return [one.as_json() for one in operations.open_transactions(asked["group"])][: asked.limit]
 
 
 OPEN: Final = replace(
@@ -80,10 +82,10 @@ def _messages(run: None, asked: Asked) -> Sequence[Copy]:
             "uncommitted messages."
         )
     if asked["key"] is not None:
-        return rocketmq.messages_with_key(asked["key"], asked["topic"])[-asked.limit :][::-1]
+        return operations.messages_with_key(asked["key"], asked["topic"])[-asked.limit :][::-1]
     if asked["topic"] is None:
         raise UsageError("name a topic, or pass --key.")
-    return inspection.newest(rocketmq.brokers(), asked["topic"], asked.limit)
+    return inspection.newest(operations.brokers(), asked["topic"], asked.limit)
 
 
 MESSAGES: Final = replace(
@@ -98,6 +100,6 @@ MESSAGES: Final = replace(
     ),
     read=_messages,
     position=None,
-    json=lambda one: rocketmq.MessagePath(copies=[one], ledger={}, handled=[], letters=[]).sections()["copies"][0],
+    json=lambda one: operations.MessagePath(copies=[one], ledger={}, handled=[], letters=[]).sections()["copies"][0],
     **_HERE,
 )

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.contrib.django.settings.conf import EngineName, get_settings
-
 _LEDGER_DECIDES: Final = (
     "RocketMQ asks about undecided transactions, and the ledger answers. Start a worker; `outbox_transaction list` "
     "shows what is undecided."
@@ -145,24 +143,16 @@ METRICS: Final[Mapping[str, str]] = {
 }
 
 
-def is_on_rocketmq() -> bool:
-    """Whether OUTBOX['BROKER'] is the address of a RocketMQ cluster. Raises ConfigurationError."""
-    return get_settings().engine is EngineName.ROCKETMQ
-
-
 def refused_command(name: str) -> str:
-    """Why a command does not work on the engine of the settings, and what to use instead; '' if it works.
-
-    Raises ConfigurationError.
-    """
+    """Why a command does not work on RocketMQ, and what to use instead; '' if it works."""
     return _refused(COMMANDS, name, f"`{name}`")
 
 
 def refused_page(name: str) -> str:
-    """Why a page does not work on the engine of the settings, and what to use instead; '' if it works."""
+    """Why a page does not work on RocketMQ, and what to use instead; '' if it works."""
     return _refused(PAGES, name, f"the page {name!r}")
 
 
 def _refused(table: Mapping[str, str], name: str, what: str) -> str:
-    instead = table.get(name, "") if is_on_rocketmq() else ""
+    instead = table.get(name, "")
     return f"{what} does not work on RocketMQ. {instead}" if instead else ""
