@@ -11,6 +11,7 @@ from django.conf import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "_site"))
 _CONTRIB = Path(__file__).parent.parent / "outbox" / "contrib"
+_PARTS = sorted(path.parent.name for path in _CONTRIB.glob("*/apps.py") if path.parent.name != "django")
 
 # autodoc and the reference import modules of Django's side.
 settings.configure(
@@ -18,7 +19,7 @@ settings.configure(
         "django.contrib.contenttypes",
         "django.contrib.auth",
         "outbox.contrib.django",
-        *(f"outbox.contrib.{name}" for name in ("limits", "saga", "tasks")),
+        *(f"outbox.contrib.{name}" for name in _PARTS),
     ],
     DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"}},
     OUTBOX={"PRODUCER_GROUP": "shop"},
