@@ -11,15 +11,14 @@ from django.conf import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "_site"))
 _CONTRIB = Path(__file__).parent.parent / "outbox" / "contrib"
-_PARTS = sorted(path.parent.name for path in _CONTRIB.glob("*/apps.py") if path.parent.name != "django")
 
 # autodoc and the reference import modules of Django's side.
 settings.configure(
     INSTALLED_APPS=[
         "django.contrib.contenttypes",
         "django.contrib.auth",
-        "outbox.contrib.django",
-        *(f"outbox.contrib.{name}" for name in _PARTS),
+        # The core's app and those of all parts.
+        *(f"outbox.contrib.{path.parent.name}" for path in sorted(_CONTRIB.glob("*/apps.py"))),
     ],
     DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"}},
     OUTBOX={"PRODUCER_GROUP": "shop"},

@@ -1,4 +1,4 @@
-"""What this tree has: the apps of the parts, for INSTALLED_APPS of the tests, and the commands."""
+"""The apps of the parts that this tree has, for INSTALLED_APPS of the tests, and the commands of core and parts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MEASURING = ("prometheus", "opentelemetry")
 
 def part_apps(*only: str) -> list[str]:
     """Return the apps of the parts in the folder outbox/contrib, or of those named that are there."""
-    folder = _folder()
+    [folder] = map(Path, outbox.contrib.__path__)
     there = [path.parent.name for path in sorted(folder.glob("*/apps.py")) if path.parent.name != "django"]
     return [f"outbox.contrib.{name}" for name in there if not only or name in only]
 
 
-def commands() -> dict[str, str]:
-    """Return the commands of `manage.py` that this tree has, of the core and of parts, each with its app."""
-    return {
-        path.stem: f"outbox.contrib.{path.parent.parent.parent.name}"
-        for path in sorted(_folder().glob("*/management/commands/outbox_*.py"))
-    }
-
-
-def _folder() -> Path:
+def command_files() -> list[Path]:
+    """Return the file of each command of the core and of the parts."""
     [folder] = map(Path, outbox.contrib.__path__)
-    return folder
+    return sorted(folder.glob("*/management/commands/outbox_*.py"), key=lambda path: path.stem)
+
+
+def app_of(command: str) -> str:
+    """Return the app that has a command, for `load_command_class`. Settings must be configured."""
+    app = get_commands()[command]
+    assert isinstance(app, str)
+    return app

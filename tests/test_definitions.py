@@ -20,7 +20,7 @@ from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
-from tests.house.tables import TABLES, environment, names_of_tables, rendered, thresholds
+from tests.house.tables import SETTINGS, TABLES, environment, names_of_tables, rendered, thresholds
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

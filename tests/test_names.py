@@ -12,10 +12,11 @@ from django.utils.module_loading import import_string
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
+from outbox.contrib.django.settings.conf import TopicOptions
+from outbox.contrib.django.settings.definition import definitions
 from tests.django import configured
-from tests.house.tables import environment
-from tests.part_apps import commands
+from tests.house.tables import SETTINGS, environment
+from tests.part_apps import command_files
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
 BY_PATH = "By their paths"
@@ -40,7 +41,7 @@ def names_of_the_code() -> dict[str, set[str]]:
         "Settings: OUTBOX": {one.name for kind in SETTINGS for one in definitions(kind).values()},
         'Options of a topic: OUTBOX["TOPICS"][name]': {item.name for item in fields(TopicOptions)},
         "Environment variables": {variable.name for variable in environment()},
-        "Commands": set(commands()) | ours,
+        "Commands": {path.stem for path in command_files()} | ours,
         "Errors: outbox.errors": {
             name
             for name, value in vars(errors).items()

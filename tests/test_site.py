@@ -18,7 +18,7 @@ from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.schedules import scheduled
 from spark.comparison.classify import FAULTS, FindingClass
 from spark.comparison.remedies import REMEDIES
-from tests.part_apps import commands
+from tests.part_apps import command_files
 from tests.wheel import ROOT
 
 # The functions whose parameters the reference shows.
@@ -50,7 +50,7 @@ def test_every_page_is_on_the_site_and_can_be_searched(site: Path) -> None:
 def test_the_reference_has_what_the_code_has(site: Path) -> None:
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
     named = {
-        "commands": list(commands()),
+        "commands": [path.stem for path in command_files()],
         "conditions": list(catalogue()),
         "errors": [kind.__name__ for kind in classes],
         "metrics": [

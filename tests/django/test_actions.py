@@ -458,9 +458,6 @@ def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:
     ]
     for command in cases:
         name = f"outbox_{command}"
-        if name not in get_commands():
-            # Of a part that this tree does not have.
-            continue
         parser = load_command_class(app_of(name), name).create_parser("manage.py", name)
         [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
         assert subcommands is not None

@@ -27,7 +27,7 @@ from outbox.utils.ids import uuid7
 from tests.databases import drop_databases
 from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
-from tests.part_apps import commands
+from tests.part_apps import command_files
 
 Fault = Callable[[str], AbstractContextManager[object]]
 
@@ -141,7 +141,7 @@ def test_no_entry_point_raises_an_error_of_the_driver(fault: str) -> None:
 def test_these_are_all_entry_points() -> None:
     assert {*entry_points.FUNCTIONS, *entry_points.OTHERS} == set(package.__all__)
     assert {line.split()[0] for line in (*entry_points.READING, *entry_points.CHANGING)} - {"check"} == (
-        set(commands()) - entry_points.OTHER_COMMANDS
+        {path.stem for path in command_files()} - entry_points.OTHER_COMMANDS
     )
 
 

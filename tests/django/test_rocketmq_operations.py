@@ -16,7 +16,7 @@ from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console.urls import urlpatterns
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.rocketmq.operator_table import COMMANDS, METRICS, PAGES
-from tests.part_apps import commands
+from tests.part_apps import app_of, command_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "rocketmq-operations.md"
@@ -31,15 +31,15 @@ def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> N
 
 def every_command() -> Iterator[str]:
     """Each command, with its subcommands, and with the options that choose an action."""
-    for name, app in commands().items():
-        command = load_command_class(app, name)
-        parser = command.create_parser("manage.py", name)
+    for path in command_files():
+        command = load_command_class(app_of(path.stem), path.stem)
+        parser = command.create_parser("manage.py", path.stem)
         words = [one for one in parser._actions if one.dest == "action"]
         if not words or not words[0].required:
-            yield name
+            yield path.stem
         for one in words:
             assert one.choices is not None
-            yield from (f"{name} {word}" for word in one.choices)
+            yield from (f"{path.stem} {word}" for word in one.choices)
     yield from (action.command for action in ACTIONS.values() if " --" in action.command)
 
 
@@ -56,7 +56,7 @@ def test_the_table_has_every_command_page_and_metric() -> None:
 @pytest.mark.parametrize("name", sorted(name for name, instead in COMMANDS.items() if instead))
 def test_a_command_that_lacks_says_what_to_use_instead(name: str, on_rocketmq: None) -> None:
     command, _, word = name.partition(" ")
-    loaded = load_command_class(commands()[command], command)
+    loaded = load_command_class(app_of(command), command)
     options = {word.removeprefix("--").replace("-", "_"): True} if word.startswith("--") else {"action": word or None}
     with pytest.raises(CommandError) as raised:
         loaded.execute(**{"force_color": False, "no_color": True, "skip_checks": True, **options})

@@ -24,10 +24,10 @@ import outbox.contrib.django as django_side
 from outbox import errors, hooks
 from outbox.contrib.django import urls
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
+from outbox.contrib.django.settings.conf import TopicOptions
 from tests.house.parts import ROOT
-from tests.house.tables import thresholds
-from tests.part_apps import commands
+from tests.house.tables import SETTINGS, thresholds
+from tests.part_apps import app_of, command_files
 
 SURFACE: Final = Path(__file__).parent / "surface.txt"
 # Options that every command of Django has.
@@ -87,8 +87,9 @@ def _setting(item: Any) -> str:
 
 
 def _commands() -> Iterator[str]:
-    for name, app in commands().items():
-        yield from _arguments(name, load_command_class(app, name).create_parser("manage.py", name))
+    for path in command_files():
+        parser = load_command_class(app_of(path.stem), path.stem).create_parser("manage.py", path.stem)
+        yield from _arguments(path.stem, parser)
 
 
 def _arguments(name: str, parser: ArgumentParser) -> Iterator[str]:
