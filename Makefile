@@ -19,7 +19,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test removal gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test removal gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs proof bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18

@@ -78,7 +78,7 @@ def _client(url: str) -> Client:
         ROOT_URLCONF="benchmarks.pages_urls",
         INSTALLED_APPS=[
             *("django.contrib.contenttypes", "django.contrib.auth", "outbox.contrib.django"),
-            "outbox.contrib.schedules",
+            *("outbox.contrib.console", "outbox.contrib.schedules"),
         ],
         DATABASES={
             "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},

@@ -196,17 +196,87 @@ def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping
     tables[app_label] = Tables(rights or {}, content)
 
 
-# -- fault points ----------------------------------------------------------------------------------
+# -- processes of a worker -------------------------------------------------------------------------
 
-fault_points: Final[dict[str, None]] = {}
+# Path at HEALTH_ADDRESS -> the dotted path of the function that answers it.
+served: Final[dict[str, str]] = {}
 
 
-def add_fault_points(*names: str) -> None:
-    """Let OUTBOX_FAULTS also name these places of a part's code, which call `point` of outbox/utils/faults.py.
+def add_served(path: str, answer: str) -> None:
+    """Let a worker answer `path` at OUTBOX['HEALTH_ADDRESS'] with the function at the dotted path `answer`.
 
-    A part calls this in the module of its AppConfig, like `add_settings`.
+    The function `() -> (type of the content, content)` is called in a thread of its own for each request with the
+    token, or from this machine if the settings have no token. Its database connections are closed afterwards. After an
+    error the client gets no answer, and the error is written to the log.
     """
-    fault_points.update(dict.fromkeys(names))
+    served[path] = answer
+
+
+# Name of an environment variable -> the folder below HEALTH_DIRECTORY.
+shared_folders: Final[dict[str, str]] = {}
+
+
+def add_shared_folder(variable: str, folder: str) -> None:
+    """Give the processes of a worker a folder, in which they leave files for the process that answers its requests.
+
+    Before the worker starts its processes, it makes the folder in OUTBOX['HEALTH_DIRECTORY'], and removes the files of
+    an earlier worker. The environment variable has the path; without HEALTH_DIRECTORY, there is neither.
+    """
+    shared_folders[variable] = folder
+
+
+# -- pruning ---------------------------------------------------------------------------------------
+
+# Table -> the dotted path of the function that removes its rows.
+prunings: Final[dict[str, str]] = {}
+
+
+def add_pruning(table: str, work: str) -> None:
+    """Remove rows of a part's table with each pass of pruning, on every alias that has a ledger.
+
+    The function at the dotted path `work`, `(connection, *, limit) -> number of removed rows`, gets a connection of its
+    own in autocommit mode. If it removes `limit` rows, it is called again while there is time. If it raises
+    django.db.DatabaseError, the other tables and aliases are pruned, and then the pass fails.
+    """
+    prunings[table] = work
+
+
+# -- roles of worker processes ---------------------------------------------------------------------
+
+
+class Role(NamedTuple):
+    """A role of worker processes. Its functions are named by their dotted paths.
+
+    `help`: what the role does, for `outbox_worker --help`.
+    `run`: the function `(stop, names) -> None`.
+    `drain`: the function `(names) -> text` of `outbox_worker --drain`. Without it, the role has no such work.
+    `option`: the name of the option of `outbox_worker` that restricts the role to `names`: `group` or one of its own.
+    `is_needed`: the function `() -> bool`. Without it, only a worker that is given the role starts a process for it.
+    `groups`: the function `() -> {group: {topic: is_start_given}}` about the consumer groups that the role serves.
+    """
+
+    help: str
+    run: str
+    drain: str | None = None
+    option: str | None = None
+    is_needed: str | None = None
+    groups: str | None = None
+
+
+roles: Final[dict[str, Role]] = {}
+
+
+def add_role(name: str, role: Role) -> None:
+    """Let workers have processes with a role of this name.
+
+    `run` gets the names that the option has restricted the role to (none: all), works until the event `stop` is set,
+    and writes heartbeats (`outbox.utils.heartbeat`). An error ends the process, and its supervisor starts it again.
+    `is_needed` is called once before `outbox_worker` or a worker of Celery starts its processes.
+
+    `drain` does the work that is due now, in the process of the command, and returns what the command says. `groups` is
+    called by `check` and by workers when they start: they warn of a group that is new to a topic, without a start.
+    """
+    roles[name] = role
 
 
 # -- tables of the broker --------------------------------------------------------------------------
@@ -288,19 +358,6 @@ def add_engine(scheme: str, engine: Engine) -> None:
     A part calls this in the module of its AppConfig, like `add_settings`.
     """
     engines[scheme] = engine
-
-
-# -- fault points ----------------------------------------------------------------------------------
-
-fault_points: Final[dict[str, None]] = {}
-
-
-def add_fault_points(*names: str) -> None:
-    """Let OUTBOX_FAULTS also name these places of a part's code, which call `point` of outbox/utils/faults.py.
-
-    A part calls this in the module of its AppConfig, like `add_settings`.
-    """
-    fault_points.update(dict.fromkeys(names))
 
 
 # -- fault points ----------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
+    "outbox.contrib.console",
+    "outbox.contrib.reconciliation",
     # The shop can move to RocketMQ while it works (SAMPLE_BROKER).
     "outbox.contrib.rocketmq",
     "sample_project.catalogue",
@@ -53,7 +55,8 @@ BROKER = os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-pha
 # RocketMQ refuses effects="outside", limits and schedules, so there the shop works without them.
 ON_POSTGRESQL = "://" not in BROKER
 if ON_POSTGRESQL:
-    INSTALLED_APPS += ["outbox.contrib.limits", "sample_project.payments", "sample_project.offers"]
+    INSTALLED_APPS += ["outbox.contrib.limits", "outbox.contrib.schedules", "outbox.contrib.unique"]
+    INSTALLED_APPS += ["sample_project.payments", "sample_project.offers"]
 MIDDLEWARE = [
     "sample_project.request_id.of_request",
     "django.middleware.security.SecurityMiddleware",

@@ -14,9 +14,22 @@ _MEASURING = ("prometheus", "opentelemetry")
 
 def part_apps(*only: str) -> list[str]:
     """Return the apps of the parts in the folder outbox/contrib, or of those named that are there."""
+    return [f"outbox.contrib.{name}" for name in _with("apps") if (name in only if only else name not in _MEASURING)]
+
+
+def has(part: str) -> bool:
+    """Return whether this tree has a part: a test that uses one in passing works without it."""
+    return bool(part_apps(part))
+
+
+def part_urls() -> list[str]:
+    """Return the modules with the addresses of the parts in the folder outbox/contrib."""
+    return [f"outbox.contrib.{name}.urls" for name in _with("urls")]
+
+
+def _with(module: str) -> list[str]:
     [folder] = map(Path, outbox.contrib.__path__)
-    there = [path.parent.name for path in sorted(folder.glob("*/apps.py")) if path.parent.name != "django"]
-    return [f"outbox.contrib.{name}" for name in there if not only or name in only]
+    return [path.parent.name for path in sorted(folder.glob(f"*/{module}.py")) if path.parent.name != "django"]
 
 
 def command_files() -> list[Path]:

@@ -10,13 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from outbox.contrib.django.settings.conf import (
-    DeclaredForward,
-    DeclaredReceive,
     OutboxSettings,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import definitions
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
+from outbox.contrib.forwarding.settings import DeclaredForward
+from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription

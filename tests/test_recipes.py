@@ -162,7 +162,7 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
     parts = [path for path in (ROOT / "outbox" / "contrib").glob("*/*.py") if path.parent != django]
-    sources = [*sorted((django / "actions").glob("*.py")), *sorted((django / "repair").glob("*.py")), *sorted(parts)]
+    sources = [*sorted((django / "actions").glob("*.py")), *sorted(parts)]
     declared = {}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -170,9 +170,11 @@ def test_every_action_has_its_case_and_its_button() -> None:
                 given = {item.arg: ast.unparse(item.value) for item in node.keywords}
                 declared[ast.literal_eval(node.args[0])] = given
     assert len(declared) >= 15
-    cases = (ROOT / "tests" / "django" / "test_actions.py").read_text(encoding="utf-8")
-    assert sorted(re.findall(r'^@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("console/*.html"))
+    folder = ROOT / "tests" / "django"
+    cases = "\n".join(path.read_text("utf-8") for path in (folder / "test_actions.py", *folder.glob("cases_of_*.py")))
+    assert sorted(re.findall(r'^ *@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
+    console = ROOT / "outbox" / "contrib" / "console"
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("templates/**/*.html"))
     buttons = set(re.findall(r"(?:% act |% action_form )[\"\']?(\w+)", pages))
     for path in (*sources, *(console / "views").glob("*.py")):
         buttons |= set(re.findall(r"\bButton\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))

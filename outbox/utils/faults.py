@@ -26,8 +26,6 @@ from outbox.errors import ConfigurationError, OutboxError
 
 # The fault points of the core, in the order in which a message passes them. Parts add theirs to `hooks.fault_points`.
 POINTS: Final = (
-    "large_body.before_upload",
-    "large_body.after_upload",
     "producer.after_options",
     "producer.before_ledger",
     "producer.after_ledger",
@@ -65,8 +63,6 @@ POINTS: Final = (
     "consumer.after_offset",
     "consumer.before_send_back",
     "consumer.after_send_back",
-    "schedule.after_append",
-    "schedule.after_commit",
     "forward.after_acknowledgement",
     "forward.before_disabled",
     "receive.after_send",

@@ -9,6 +9,7 @@ from django.core.mail import send_mail
 from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.limits import Limits
+from outbox.contrib.unique import Unique
 from sample_project import request_id
 from sample_project.events import OrderPaid
 

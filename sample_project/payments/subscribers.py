@@ -9,8 +9,9 @@ from typing import Final
 from django.db.models import Sum
 
 from outbox import Delivery
-from outbox.contrib.django import ClaimedDelivery, scheduled, subscriber
+from outbox.contrib.django import ClaimedDelivery, subscriber
 from outbox.contrib.limits import Limits
+from outbox.contrib.schedules import scheduled
 from sample_project.events import OrderPaid
 from sample_project.payments import client
 from sample_project.payments.models import Charge, Statement

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outbox import hooks
 from outbox.broker import deaths
 from outbox.broker.consumer import runtime
 from outbox.broker.consumer.running_calls import LastCalls
@@ -30,6 +31,12 @@ from tests.support import eventually
 
 # The time that others wait for a leader that does not renew its lease.
 TERM_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer processes of these tests have no parts, so the broker process in this process has none either."""
+    monkeypatch.setattr(hooks, "leader_work", {})
 
 
 @pytest.fixture

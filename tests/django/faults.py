@@ -20,7 +20,6 @@ from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.receiving.running import ReceiverHeartbeat
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault
@@ -82,13 +81,6 @@ def check_back_late(world: World) -> None:
     """No process runs check-back of a service."""
     [check_back] = [one for one in passes() if one.name == CHECK_BACK]
     check_back.run()
-    world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
-
-
-@fault
-def receiver_late(world: World) -> None:
-    """A receiver is stopped, or its source does not answer."""
-    ReceiverHeartbeat("partner").note()
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
 
 

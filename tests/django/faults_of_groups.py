@@ -25,15 +25,12 @@ from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
-from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
-from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import PermanentError
 from outbox.events import declaration
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
 from tests.django.repairs import lost, save_finding
 from tests.django.support import sequence
-from tests.sinks.receiver import SECRET, Answer, serving
 from tests.support import eventually
 
 
@@ -220,16 +217,6 @@ def unknown_version(world: World) -> None:
     world.stack.callback(thread.join, 20)
     world.stack.callback(stop.set)
     eventually(lambda: world.sql("SELECT 1 FROM outbox.unknown_version"), within_seconds=60, what="the wait")
-
-
-@fault
-def endpoint_disabled(world: World) -> None:
-    """An endpoint of FORWARD answers 410."""
-    with serving(lambda _: Answer(410)) as port:
-        options = {"url": f"http://127.0.0.1:{port}/", "secrets": [SECRET], "allow_private": True, "allow_http": True}
-        world.change_settings(FORWARD={"billing": {"topics": ["orders"], "sink": "webhook", "options": options}})
-        world.publish()
-        forward_once()
 
 
 @fault

@@ -51,10 +51,6 @@ RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("ren
 CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
 # test_inbox_partitions.py kills there.
 PARTITION_STEPS: Final = [point for point in faults.POINTS if point.startswith("partition.")]
-# test_repair.py kills there.
-REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
-# test_large_bodies_crash.py kills there.
-LARGE_BODY_STEPS: Final = [point for point in faults.POINTS if point.startswith("large_body.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
 
 
@@ -64,8 +60,7 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *SCHEDULE_STEPS]
-    elsewhere += LARGE_BODY_STEPS
+    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS]
     elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 

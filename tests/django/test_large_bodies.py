@@ -33,12 +33,26 @@ from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.encryption import Subject
+from outbox.contrib.encryption.keys import create_key_table
+from outbox.contrib.encryption.models import SubjectKey
 from outbox.contrib.forwarding.sinks.formats import format_named
 from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs
 from outbox.contrib.forwarding.sinks.sink import Outgoing
+from outbox.contrib.large_bodies import locks
+from outbox.contrib.large_bodies.objects import LargeBodyCodec, name_of
+from outbox.contrib.large_bodies.orphans import remove_orphans
+from outbox.contrib.large_bodies.reference import Reference, unread_body
 from outbox.contrib.receiving.sources.source import Incoming, convert
-from outbox.errors import BodyTooLarge, ConfigurationError, InvalidMessage, SendFailed, UndecodableBody, UsageError
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference, UnreadBody
+from outbox.errors import (
+    BodyTooLarge,
+    ConfigurationError,
+    HandlerNotStarted,
+    InvalidMessage,
+    SendFailed,
+    UndecodableBody,
+    UsageError,
+)
 from outbox.message import Delivery, Message
 from tests.django.broker_world import World, new_world
 from tests.django.large_storage import LATER, large_bodies, objects, referred, remove_a_year_later

@@ -19,7 +19,7 @@ import pytest
 from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 
-from outbox import Delivery
+from outbox import Delivery, hooks
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber

@@ -37,7 +37,6 @@ from outbox.contrib.django.operations.raised import by_subject
 from outbox.contrib.django.operations.watching import look, run_audit
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
-from outbox.contrib.prometheus.collector import ScrapeState, _conditions
 from outbox.errors import PermanentError
 from outbox.events import declaration
 from tests.django.broker_world import World, new_world

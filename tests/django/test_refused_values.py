@@ -13,6 +13,7 @@ from django.db import transaction
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
+from outbox.contrib.unique import Unique
 from outbox.errors import TransactionRequired, UsageError
 from tests.django.shop.models import Order
 
@@ -112,9 +113,10 @@ def attempt(name: str, value: Any, *, at_once: bool = True) -> None:
         "body": {},
         name: value,
     }
+    options = []
     if name in ("unique", "within"):
-        given = {"unique": "u", "within": 60, **given}
-    publish(given.pop("topic"), given.pop("body"), at_once=at_once, **given)
+        options = [Unique(**{"key": "u", "within": 60, name.replace("unique", "key"): given.pop(name)})]
+    publish(given.pop("topic"), given.pop("body"), *options, at_once=at_once, **given)
 
 
 @transaction.atomic

@@ -13,10 +13,9 @@ from django.core.management import CommandError, load_command_class
 
 from outbox import hooks
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console.urls import urlpatterns
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.rocketmq.operator_table import COMMANDS, METRICS, PAGES
-from tests.part_apps import app_of, command_files
+from tests.part_apps import app_of, command_files, has
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "rocketmq-operations.md"

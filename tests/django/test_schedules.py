@@ -19,12 +19,12 @@ from django.test.utils import override_settings
 from outbox import Delivery, hooks
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.comparing import run_compare
-from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.testing import broker_outbox, in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.prometheus.serving import state
 from outbox.contrib.schedules import scheduled
 from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.declaring import check_schedules, declare_schedules

@@ -22,10 +22,11 @@ from django.core.management.base import DjangoHelpFormatter
 import outbox
 import outbox.contrib.django as django_side
 from outbox import errors, hooks
-from outbox.contrib.django import urls
+from outbox.contrib.console.urls import PAGES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import TopicOptions
-from tests.house.parts import ROOT
+from outbox.contrib.django.urls import urlpatterns
+from outbox.contrib.prometheus.urls import urlpatterns as of_prometheus
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files
 

@@ -23,13 +23,14 @@ from outbox.broker.operations.conditions import Concern, Threshold
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
-    DeclaredLargeBodies,
-    DeclaredReceive,
     OutboxSettings,
     TopicOptions,
     Variable,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
+from outbox.contrib.forwarding.settings import DeclaredForward
+from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
+from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
@@ -181,7 +182,7 @@ def _environment() -> str:
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **{
         f"settings {section}": partial(_settings, *SETTINGS, section=section, header="key")
-        for section in dict.fromkeys(one.section for one in definitions(OutboxSettings).values())
+        for section in dict.fromkeys(one.section for kind in SETTINGS for one in definitions(kind).values())
     },
     "topic options": partial(_settings, TopicOptions),
     "forward options": partial(_settings, DeclaredForward),

@@ -24,7 +24,7 @@ def test_every_part_has_files() -> None:
 
 # An import, a table in SQL, a table in code, and a template.
 PLANTED = [
-    ("broker/leading.py", "from outbox.broker.schedules.cron import Cron\n", "schedules"),
+    ("broker/leading.py", "from outbox.contrib.schedules.cron import Cron\n", "schedules"),
     ("broker/schema/current.sql", "SELECT count(*) FROM {schema}.slot_demand;\n", "limits"),
     ("contrib/django/ledger/ledger.py", "_ROWS = 'SELECT 1 FROM outbox_erased'\n", "erasure"),
     ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:endpoints' %}\">Endpoints</a>\n", "forwarding"),

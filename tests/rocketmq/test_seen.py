@@ -19,8 +19,8 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.prometheus import serving
 from outbox.contrib.rocketmq import operations
 from outbox.contrib.rocketmq.models import DeadLetterNote
 from outbox.message import Delivery

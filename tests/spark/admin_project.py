@@ -58,7 +58,7 @@ def main(name: str, host: str, user: str, output: str) -> None:
     from django.core.management import call_command
     from django.test import Client
 
-    from outbox.contrib.django.management.commands.outbox_reconcile import Command
+    from outbox.contrib.reconciliation.management.commands.outbox_reconcile import Command
     from outbox.contrib.reconciliation.models import Finding
 
     urlpatterns.append(path("admin/", admin.site.urls))
@@ -68,9 +68,9 @@ def main(name: str, host: str, user: str, output: str) -> None:
         Command().save({"output": output, "rules": rules, "database": []}, os.environ)
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
-    print(client.get("/admin/outbox/finding/").content.decode())
+    print(client.get("/admin/outbox_reconciliation/finding/").content.decode())
     found = Finding.objects.filter(finding_class="MISMATCH").get()
-    print(client.get(f"/admin/outbox/finding/{found.pk}/change/").content.decode())
+    print(client.get(f"/admin/outbox_reconciliation/finding/{found.pk}/change/").content.decode())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from psycopg import sql
+
 from outbox import hooks
 from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor

@@ -20,7 +20,6 @@ from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import (
     broker_conditions,
     event_conditions,
-    receiver_conditions,
 )
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import (
@@ -35,7 +34,7 @@ from outbox.broker.schema.install import check_schema
 from outbox.errors import SchemaError
 from outbox.utils.refused_connections import is_refused
 
-_OWN: Final = (broker_conditions, event_conditions, receiver_conditions, schedule_conditions)
+_OWN: Final = (broker_conditions, event_conditions)
 
 _LEADER: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),

@@ -447,7 +447,7 @@ CREATE TABLE leader_lease (
     -- The owner leads only while the process that should lead does not. That process takes the lease from it before the
     -- lease expires (docs/decisions/163).
     stands_in  boolean     NOT NULL DEFAULT false,
-    -- The parts whose work the owner should do as the leader, and which it lacks. Such an owner stands in.
+    -- The parts whose work the owner should do as the leader, and which it lacks. Such an owner gives way.
     lacks      text[]      NOT NULL DEFAULT '{}'
 );
 

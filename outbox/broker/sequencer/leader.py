@@ -5,8 +5,9 @@ commit the next tick. The lease expires by the clock of the database. The owner 
 to renew the lease, and counts from the moment before it sent the last renewal. A stand-in candidate leads only while no
 other candidate wants to lead. Another candidate may take the lease of a stand-in at any time.
 
-A candidate that lacks a part with work of the leader (`hooks.add_leader_work`) stands in: services with different parts
-share a broker, and the work of a part is done while any process with this part runs.
+A candidate that lacks a part with work of the leader (`hooks.add_leader_work`) gives way to each candidate that lacks
+none: services with different parts share a broker, and the work of a part is done while any process with it runs. Among
+those that lack a part, a stand-in gives way as ever.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ARRAY(SELECT name FROM {schema}.part WHERE leads AND name <> ALL (%(parts)s::tex
 """
 _REMAINING = Statement(f"""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s
-                 OR (stands_in AND NOT %(stands_in)s AND cardinality({_LACKS}) = 0) THEN 0
+                 OR (cardinality(lacks) > 0, stands_in) > (cardinality({_LACKS}) > 0, %(stands_in)s) THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
 FROM {{schema}}.leader_lease WHERE role = %(role)s
 """)
@@ -41,7 +42,7 @@ FROM {{schema}}.leader_lease WHERE role = %(role)s
 _ACQUIRE = Statement(f"""
 INSERT INTO {{schema}}.leader_lease AS held (role, owner, epoch, expires_at, stands_in, lacks)
 SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s),
-       %(stands_in)s OR cardinality(candidate.lacks) > 0, candidate.lacks
+       %(stands_in)s, candidate.lacks
 FROM (SELECT set_config('synchronous_commit', 'off', true) AS synchronous_commit) AS relaxed,
      (SELECT {_LACKS} AS lacks) AS candidate
 WHERE relaxed.synchronous_commit = 'off'
@@ -49,8 +50,8 @@ ON CONFLICT (role) DO UPDATE
 SET owner = excluded.owner, expires_at = excluded.expires_at, stands_in = excluded.stands_in, lacks = excluded.lacks,
     epoch = held.epoch + (held.owner IS DISTINCT FROM excluded.owner)::integer
 WHERE held.owner IS NULL OR held.owner = excluded.owner OR held.expires_at <= clock_timestamp()
-   OR (held.stands_in AND NOT excluded.stands_in)
-RETURNING stands_in
+   OR (cardinality(held.lacks) > 0, held.stands_in) > (cardinality(excluded.lacks) > 0, excluded.stands_in)
+RETURNING stands_in OR cardinality(lacks) > 0
 """)
 
 _RELEASE = Statement("""
@@ -81,7 +82,7 @@ class LeaderLease:
         }
         self._term = term_seconds
         self._renew_at = 0.0
-        # Whether it stands in, as of the last renewal: a part may be installed while this candidate leads.
+        # Whether it gives way, as of the last renewal: a part may be installed while this candidate leads.
         self.stands_in = stands_in
 
     def hold(self, connection: Connection) -> float:

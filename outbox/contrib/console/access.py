@@ -23,6 +23,7 @@ from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.operations.known_conditions import observer
+from outbox.contrib.django.views import SECONDS, SEE, View, with_headers
 from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 

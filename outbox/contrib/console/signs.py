@@ -13,7 +13,7 @@ import psycopg
 
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.liveness import Liveness, Silence, liveness
-from outbox.contrib.django.console.asking import reading
+from outbox.contrib.console.asking import reading
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import OutboxError
 

@@ -1,6 +1,6 @@
 """The fixture of crash tests. A project turns it on in its conftest.py:
 
-    pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
+pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
 """
 
 from __future__ import annotations

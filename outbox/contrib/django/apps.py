@@ -7,7 +7,6 @@ from django.core.checks import Tags, register
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
-from outbox import hooks
 from outbox.hooks import when_called
 
 
@@ -33,7 +32,6 @@ class OutboxConfig(AppConfig):
         faults.check_environment()
         in_tests.remember_configured_names()
         given_up.install(when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
-        _add_roles()
         add_discovery(_discover_celery_tasks)
         register(when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
         register(when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)

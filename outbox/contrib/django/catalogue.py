@@ -16,8 +16,6 @@ from outbox.contrib.django.actions import (
     groups,
     messages,
     processes,
-    receiving,
-    schedules,
     tables,
     topics,
     transactions,
@@ -29,7 +27,7 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (limits, schedules, endpoints, receiving, erasing, repair)
+_PARTS: Final = (erasing,)
 _ADDED: Final = map(import_module, hooks.actions)
 _DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 

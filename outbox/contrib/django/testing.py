@@ -31,6 +31,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
+from outbox.codec import UnreadBody
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.engine.broker import (
@@ -41,7 +42,6 @@ from outbox.contrib.django.engine.broker import (
     reset_broker,
     use_broker,
 )
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
 from outbox.contrib.django.subscribers.middleware import with_middleware

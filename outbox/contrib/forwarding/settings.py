@@ -129,10 +129,9 @@ class ForwardSettings:
     forward: Mapping[str, DeclaredForward] = setting(
         {},
         entries(_of_group, name="group", example="{group: {'topics': [...], 'sink': 'webhook', ...}}"),
-        bundled_only=True,
-        instead="a failing message would hold back its whole queue and not only its key. Keep the topics on "
+        bundled_only="a failing message would hold back its whole queue and not only its key. Keep the topics on "
         "PostgreSQL, run outbox_worker --role forward with settings whose BROKER is the alias of this PostgreSQL "
-        "database, and declare FORWARD in these settings only; or let a @subscriber send the messages",
+        "database, and declare FORWARD in these settings only; or let a @subscriber send the messages.",
         word="forward",
         meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
         "system](forwarding.md)",

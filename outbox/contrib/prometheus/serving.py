@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import connections
 from django.db.utils import DatabaseError
@@ -20,8 +20,8 @@ from outbox.broker.operations.summary import overview
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.limits.operations import list_limits
+from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.errors import BrokerUnavailable, SchemaError
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

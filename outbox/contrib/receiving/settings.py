@@ -64,10 +64,9 @@ class ReceiveSettings:
     receive: Mapping[str, DeclaredReceive] = setting(
         {},
         entries(_entry, name="name", example="{name: {'source': 'kombu', 'topic': …}}"),
-        bundled_only=True,
-        instead="another broker would store a repeated message a second time. Keep the topics on PostgreSQL, run "
+        bundled_only="another broker would store a repeated message a second time. Keep the topics on PostgreSQL, run "
         "outbox_worker --role receive with settings whose BROKER is the alias of this PostgreSQL database, and declare "
-        "RECEIVE in these settings only; or let the sender publish to the other broker",
+        "RECEIVE in these settings only; or let the sender publish to the other broker.",
         word="receive",
         meaning="the sources from which `outbox_worker --role receive` [receives messages](receiving.md)",
         section="broker",

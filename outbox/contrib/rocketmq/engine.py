@@ -17,9 +17,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox.contrib.django.engine.engine import Engine, StoredRows
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
 from outbox.contrib.django.publishing.publish import lock_keys
+from outbox.contrib.django.settings.conf import refused_settings_of_parts
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
-from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.contrib.rocketmq import dead_letter_notes, relay_rows
 from outbox.errors import ConfigurationError, UsageError
 from outbox.message import Message
@@ -100,13 +100,7 @@ class RocketMQEngine(Engine):
             declared_topic = settings.topics.get(item.subscription.topic)
             topic = None if declared_topic is None else declared_topic.topic
             yield from self.refusals.of_subscription(item.subscription, topic, inbox=item.idempotent)
-        yield from refused_elsewhere(self.refusals.engine)
-        if settings.large_bodies is not None:
-            yield (
-                "OUTBOX['LARGE_BODIES'] needs the bundled broker: RocketMQ removes messages by itself, so outbox would "
-                "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
-                "publish its name; or keep the topics with large bodies on PostgreSQL."
-            )
+        yield from refused_settings_of_parts()
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})
         yield from _mixed_groups()

@@ -284,7 +284,7 @@ def call() -> Any:
     """A call of a subscription without a queue."""
     subscription = SimpleNamespace(timeout_seconds=1.0, group="g", topic="orders")
     group = SimpleNamespace(generation=1, name="g")
-    subscribed = SimpleNamespace(subscription=subscription, group=group, key=(1, 1), slots=None)
+    subscribed = SimpleNamespace(subscription=subscription, group=group, key=(1, 1), admission_lease=None)
     return HandlerCall(subscribed, None, [])  # type: ignore[arg-type]
 
 

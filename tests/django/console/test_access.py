@@ -15,6 +15,8 @@ from django.test.utils import override_settings
 from django.urls import reverse
 
 import outbox
+from outbox.contrib.console import urls
+from outbox.contrib.console.views import overview
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import OperatorAction

@@ -20,12 +20,15 @@ from django.utils import timezone
 from outbox.broker.groups.registration import register
 from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations.conditions import Condition, Fact, Severity
+from outbox.contrib.console import asking, tabs, urls
+from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
-from outbox.contrib.django.models import Finding, OperatorAction, PastCondition, RaisedCondition
+from outbox.contrib.django.models import OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.forwarding.models import ForwardEndpoint
+from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.given_conditions import give

@@ -20,9 +20,9 @@ from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.console import rendering
 from outbox.contrib.django import publish
-from outbox.contrib.django.console import rendering
-from outbox.contrib.django.models import Finding, OperatorAction, PastCondition
+from outbox.contrib.django.models import OperatorAction, PastCondition
 from outbox.contrib.forwarding.models import ForwardEndpoint
+from outbox.contrib.reconciliation.models import Finding
 from outbox.events import declaration
 from tests.django.broker_world import World
 from tests.django.console.support import Site

@@ -18,9 +18,9 @@ from outbox.contrib.console import cards
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console import cards
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World

@@ -12,8 +12,8 @@ from django.utils import timezone
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.summary import LeadingProcess
-from outbox.contrib.django.console.rendering import PAGES
-from outbox.contrib.django.models import ForwardEndpoint
+from outbox.contrib.console.rendering import PAGES
+from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World

@@ -9,8 +9,9 @@ from django.test import Client
 
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
-from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.limits import Limits
+from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.operators import bury, dead_keys

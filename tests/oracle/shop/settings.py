@@ -16,7 +16,11 @@ from psycopg.conninfo import make_conninfo
 from outbox.contrib.django.databases import database_from_url
 
 SECRET_KEY = "only for the oracle"
-INSTALLED_APPS = ["outbox.contrib.django", "outbox.contrib.saga", "outbox.contrib.limits", "tests.oracle.shop"]
+INSTALLED_APPS = [
+    "outbox.contrib.django",
+    *(f"outbox.contrib.{name}" for name in ("limits", "saga", "unique")),
+    "tests.oracle.shop",
+]
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 USE_TZ = True
 

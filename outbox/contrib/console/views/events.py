@@ -17,10 +17,6 @@ from outbox.contrib.console.views.listing import shown
 from outbox.contrib.django.actions.cells import badge, group_link, joined, link, topic_link
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Column, Listing, States
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, required
-from outbox.contrib.django.console.rendering import problem, render
-from outbox.contrib.django.console.views.listing import shown
 from outbox.contrib.django.operations.contracts import declared_events
 from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, EventVersion, list_events
 from outbox.contrib.django.operations.known_conditions import observer

@@ -13,13 +13,13 @@ from django.urls import reverse
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, duration
+from outbox.broker.operations.conditions import Condition, Counted, duration
 from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes, list_retry_errors
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
 from outbox.contrib.console.access import seeing
-from outbox.contrib.console.asking import application, reading, required, text
+from outbox.contrib.console.asking import reading, required, text
 from outbox.contrib.console.cards import ConditionCard, Tile, aged, cards, tone_of
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
@@ -27,12 +27,6 @@ from outbox.contrib.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.actions.cells import badge, group_link, link, retried_topic, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, required, text
-from outbox.contrib.django.console.cards import ConditionCard, Tile, aged, cards, tone_of
-from outbox.contrib.django.console.rendering import render, sliced
-from outbox.contrib.django.console.signs import read_signs
-from outbox.contrib.django.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.limits.actions import present_limits

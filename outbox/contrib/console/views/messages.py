@@ -20,22 +20,19 @@ from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.search import STATES, Content, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage, trace
 from outbox.broker.transaction.turns import silent_groups
+from outbox.codec import OWN_CONTENT_TYPES
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, as_uuid, moment, number, reading, text
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
 from outbox.contrib.django.actions.cells import readable
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
-from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
-from outbox.contrib.django.console.tabs import state_tabs
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.views import may
-from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
-from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference
+from outbox.erasure import ERASED_CONTENT_TYPE
+from outbox.hooks import ShownBody
 from outbox.utils.safe_text import inert, masked_names, masked_value
 
 _HOUR: Final = timedelta(hours=1)

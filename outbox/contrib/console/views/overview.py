@@ -16,12 +16,12 @@ from django.utils import timezone
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
 from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, text
-from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
-from outbox.contrib.django.console.rendering import render
-from outbox.contrib.django.console.signs import Signs, read_signs
-from outbox.contrib.django.console.tabs import chosen_span, span_tabs
+from outbox.contrib.console.access import seeing
+from outbox.contrib.console.asking import reading, text
+from outbox.contrib.console.cards import Tile, aged, cards, tone_of
+from outbox.contrib.console.rendering import render
+from outbox.contrib.console.signs import Signs, read_signs
+from outbox.contrib.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.operations.watching import BrokerView, look
 

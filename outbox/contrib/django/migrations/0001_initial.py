@@ -281,34 +281,6 @@ class Migration(migrations.Migration):
                 'db_table': 'outbox_erased',
             },
         ),
-        migrations.CreateModel(
-            name='SubjectKey',
-            fields=[
-                ('key_id', models.UUIDField(primary_key=True, serialize=False)),
-                ('subject', models.CharField(max_length=255, null=True, unique=True)),
-                ('wrapped', models.BinaryField(null=True)),
-                ('created_at', models.DateTimeField()),
-                ('deleted_at', models.DateTimeField(null=True)),
-            ],
-            options={
-                'db_table': 'outbox_subject_key',
-                'managed': False,
-            },
-        ),
-        migrations.CreateModel(
-            name='SavedReconciliation',
-            fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('output', models.TextField(unique=True)),
-                ('run', models.CharField(max_length=63)),
-                ('judged_at', models.DateTimeField()),
-                ('causes', models.JSONField()),
-                ('plan', models.JSONField()),
-            ],
-            options={
-                'db_table': 'outbox_reconciliation',
-            },
-        ),
         migrations.RunPython(name_this_ledger, migrations.RunPython.noop),
         # MariaDB ends a transaction at each of these statements, and Django refuses them in one.
         migrations.RunPython(compare_as_postgresql('outbox'), migrations.RunPython.noop, atomic=False),

@@ -168,11 +168,6 @@ def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
         yield Error(str(error), id="outbox.E037")
 
 
-def _schedules(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for text in schedule_problems(settings):
-        yield Error(text, id="outbox.E038")
-
-
 def _options(item: Subscriber) -> Iterator[CheckMessage]:
     """Name options of parts that the project does not turn on: their commands, pages and conditions are missing."""
     for option in item.subscription.options:

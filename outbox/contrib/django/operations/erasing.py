@@ -29,17 +29,15 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
     ErasureEntry,
-    Finding,
     OperatorAction,
     PastCondition,
     RaisedCondition,
-    SavedReconciliation,
     StepEntry,
 )
 from outbox.contrib.django.operations import erasure_list
 from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import for_column, get_settings
-from outbox.erasure import ERASED_TEXT, fingerprint
+from outbox.erasure import fingerprint
 from outbox.errors import OutboxError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -221,41 +219,10 @@ def _steps(rows: Rows, scope: Scope) -> int:
     return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
 
 
-def _unique_keys(rows: Rows, scope: Scope) -> int:
-    """Delete the rows: a unique key is chosen by the application, so it may be personal."""
-    return rows.filter(message_id__in=scope.message_ids).delete()[0]
-
-
-def _findings(rows: Rows, scope: Scope) -> int:
-    ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
-    names = ("detail", "row", "body")
-
-    def is_about(row: Any) -> bool:
-        linked = row.message_id in ids or row.transaction_id in ids or (scope.key is not None and row.key == scope.key)
-        texts = " ".join([*(getattr(row, name) for name in (*names, "key")), json.dumps(row.step, ensure_ascii=False)])
-        done = row.step is None and all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
-        return (linked and not (done and (scope.replacement is None or row.key != scope.key))) or scope.mentions(texts)
-
-    def erased(row: Any) -> dict[str, str | None]:
-        key = scope.replacement if scope.replacement and row.key == scope.key else scope.cleaned(row.key)
-        # The step of the repair plan quotes the message.
-        return {"key": key, "step": None} | {name: ERASED_TEXT for name in names if getattr(row, name)}
-
-    return saved(rows, is_about, erased)
-
-
 def _conditions(rows: Rows, scope: Scope) -> int:
     return saved(
         rows, lambda row: scope.mentions(row.subject), lambda row: {"subject": scope.cleaned(row.subject)}
     )  # fmt: skip
-
-
-def _reconciliations(rows: Rows, scope: Scope) -> int:
-    return saved(
-        rows,
-        lambda row: scope.cleaned([row.causes, row.plan]) != [row.causes, row.plan],
-        lambda row: {"causes": scope.cleaned(row.causes), "plan": scope.cleaned(row.plan)},
-    )
 
 
 def _audit(rows: Rows, scope: Scope) -> int:
@@ -270,11 +237,8 @@ def _audit(rows: Rows, scope: Scope) -> int:
 # outbox_ledger, outbox_inbox, outbox_claim and outbox_key_lock have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
-    UniqueKey: _unique_keys,
-    Finding: _findings,
     RaisedCondition: _conditions,
     PastCondition: _conditions,
-    SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }
 
@@ -420,21 +384,17 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         if not wanted:
             continue
         for model, erase_in in _of_parts():
-            if not {"topic", "key"} <= {one.name for one in model._meta.fields}:
+            names = {field.name for field in model._meta.fields}
+            if "key" not in names or not router.allow_migrate_model(alias, model):
                 continue
-            waiting = model._base_manager.using(alias).filter(topic=topic)
-            for key in set(waiting.values_list("key", flat=True)):
+            keyed = model._base_manager.using(alias)
+            stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
+            for key in set(stored.values_list("key", flat=True)):
                 if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
                     of_key = Scope(
                         topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
                     )  # fmt: skip
-                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(waiting, of_key)
-        for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
-            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                of_key = Scope(
-                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
-                )  # fmt: skip
-                rows[f"{alias}.outbox_finding"] += _findings(Finding._base_manager.using(alias), of_key)
+                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
     return rows
 
 

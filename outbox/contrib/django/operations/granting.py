@@ -31,7 +31,6 @@ _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "outbox_ledger": {"SELECT": (), "INSERT": ()},
     "outbox_ledger_identity": {"SELECT": ()},
     "outbox_key_lock": {"SELECT": (), "INSERT": (), "UPDATE": ()},
-    "outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()},
 }
 _OF_OTHERS: Final[Mapping[Role, Sequence[str]]] = {
     Role.WORK: ("SELECT", "INSERT", "UPDATE", "DELETE"),

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from outbox.broker.operations.state import BrokerState
 
 
-_OWN = (
-    "outbox.contrib.django.operations.claimed_messages",
-    "outbox.contrib.django.operations.findings",
-)
+_OWN = ("outbox.contrib.django.operations.claimed_messages",)
 
 
 class Figures(Protocol):

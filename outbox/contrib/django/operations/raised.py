@@ -150,7 +150,9 @@ def _stored(seen: _Seen, now: datetime) -> list[Change]:
     alias = router.db_for_write(RaisedCondition)
     rows = RaisedCondition.objects.using(alias)
     with transaction.atomic(using=alias):
-        known = {(row.kind, row.name, row.subject): row for row in rows.exclude(kind=Kind.PASS)}
+        # Two processes that change rows in different orders would deadlock, so each locks all rows in one order first.
+        locked = rows.exclude(kind=Kind.PASS).order_by("pk").select_for_update()
+        known = {(row.kind, row.name, row.subject): row for row in locked}
         changes = list(_raised(seen, known, now, alias))
         rows.filter(pk__in=[row.pk for key, row in known.items() if key in seen.held]).update(seen_at=now)
         cleared = _cleared(seen, known, now, alias)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -25,7 +25,7 @@ import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError
+from django.db.utils import DatabaseError, IntegrityError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
@@ -48,7 +48,7 @@ from outbox.contrib.django.database.transactions import (
 from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
-from outbox.contrib.django.ledger import ledger_entry, unique_keys
+from outbox.contrib.django.ledger import ledger_entry
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
@@ -60,7 +60,6 @@ from outbox.errors import (
     UsageError,
 )
 from outbox.hooks import Draft, Option
-from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Message, MessageWithOptions, SendReceipt
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
@@ -587,9 +586,14 @@ def build(
     draft = None
     if options or current.body_steps:
         draft = Draft(topic, encoded, content_type)
-        for option in options:
-            check_option(option, f"topic {topic!r}")
-            option.encode(draft)
+        try:
+            for option in options:
+                check_option(option, f"topic {topic!r}")
+                option.encode(draft)
+        except (OutboxError, DatabaseError):
+            raise
+        except Exception as error:
+            raise _unreadable(topic, error) from error
         for step in current.body_steps:
             step.encode(draft)
         encoded, content_type = draft.body, draft.content_type

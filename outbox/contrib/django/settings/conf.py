@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredForward` and `DeclaredReceive`, and those of THRESHOLDS are names of declared
-thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
-`python -m tests.house.tables`, which writes the tables in the documents.
+fields of `TopicOptions`, and those of THRESHOLDS are names of declared thresholds. Parts add keys of their own
+(`hooks.add_settings`). After a change to a definition, run `python -m tests.house.tables`, which writes the tables in
+the documents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from outbox.contrib.django.settings.definition import (
     flag,
     group,
     listen_conninfo,
-    member,
     members,
     module,
     one_of,
@@ -51,7 +50,6 @@ from outbox.contrib.django.settings.definition import (
     paths,
     read,
     read_together,
-    required,
     schema_name,
     seconds,
     setting,
@@ -60,7 +58,6 @@ from outbox.contrib.django.settings.definition import (
     wrong,
 )
 from outbox.errors import ConfigurationError, InvalidName
-from outbox.names import MAX_BODY_BYTES
 from outbox.subscription import DEFAULT_THREADS
 from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -160,38 +157,6 @@ def _topic(where: str, name: str, given: object) -> DeclaredTopic:
     except (ConfigurationError, InvalidName) as error:
         raise ConfigurationError(f"{where}: {error}") from error
     return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
-
-
-# -- OUTBOX["LARGE_BODIES"] ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredLargeBodies:
-    """The entry LARGE_BODIES."""
-
-    storage: str = required(
-        text("alias"), meaning="alias of `STORAGES`. Use a storage, bucket or folder of its own for each broker"
-    )
-    beyond_bytes: int = setting(
-        256 * 1024,
-        whole(1, "bytes", MAX_BODY_BYTES),
-        meaning="an encoded body of more bytes is stored in the storage",
-    )
-    keep_seconds: int = setting(
-        int(7 * _DAY),
-        whole(int(_DAY), "seconds"),
-        meaning="an object to which no message refers is removed when it is older than this. Choose a longer time if "
-        "the bodies of messages in backups or in the archive must stay readable",
-    )
-
-    @property
-    def longest_wait_seconds(self) -> float:
-        """How long after its upload a message may be published. The rest of `keep_seconds` is for wrong clocks."""
-        return self.keep_seconds / 2
-
-
-def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
-    return None if value is None else read(DeclaredLargeBodies, where, value)
 
 
 # -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
@@ -295,28 +260,6 @@ class OutboxSettings:
         word="codec",
         meaning="codec (class or object) of every topic without a `codec` of its own",
     )
-    large_bodies: DeclaredLargeBodies | None = setting(
-        None,
-        Rule("`{option: value}`, or `None`", _large_bodies),
-        bundled_only=True,
-        word="large body; claim check (Enterprise Integration Patterns)",
-        meaning="where the bodies of [large messages](large-bodies.md) are stored",
-    )
-    forward: Mapping[str, DeclaredForward] = setting(
-        {},
-        _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
-        bundled_only=True,
-        word="forward",
-        meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
-        "system](forwarding.md)",
-    )
-    receive: Mapping[str, DeclaredReceive] = setting(
-        {},
-        _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
-        bundled_only=True,
-        word="receive",
-        meaning="the sources from which `outbox_worker --role receive` [receives messages](receiving.md)",
-    )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
     producer_group: str = setting(
@@ -418,14 +361,6 @@ class OutboxSettings:
         word="threshold",
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
-    )
-    repair_publishers: Mapping[str, str] = setting(
-        {},
-        dotted_paths,
-        bundled_only=True,
-        word="publisher",
-        meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
-        "again ([repair](reconciliation/findings.md#repair))",
     )
     status_token: str | None = setting(
         None,
@@ -590,14 +525,13 @@ def _of_part(key: str) -> str | None:
     for part in pkgutil.iter_modules(contrib.__path__, f"{contrib.__name__}."):
         if find_spec(part.name) is None or find_spec(f"{part.name}.settings") is None:
             continue
-        for kind in vars(import_module(f"{part.name}.settings")).values():
-            if (
-                isinstance(kind, type)
-                and is_dataclass(kind)
-                and kind.__module__ == f"{part.name}.settings"
-                and any(one.name == key for one in definitions(kind).values())
-            ):
-                return f"add {part.name!r} to INSTALLED_APPS, because this setting belongs to that part"
+        module = import_module(f"{part.name}.settings")
+        own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
+        # The options of an entry are dataclasses too, whose names are in small letters.
+        if str(key).isupper() and any(
+            key in (one.name for one in definitions(kind).values()) for kind in own if is_dataclass(kind)
+        ):
+            return f"add {part.name!r} to INSTALLED_APPS, because this setting belongs to that part"
     return None
 
 

@@ -50,8 +50,8 @@ class Setting:
 
     `word` is the term from which the name is made (docs/names.md). `section` names the table of docs/settings.md that
     lists the setting. A field without a section is in the section of the field before it. If `bundled_only` is true,
-    engines other than the bundled broker ignore the setting or refuse it. `instead`: why an engine refuses the setting
-    of a part, and what to do.
+    engines other than the bundled broker ignore the setting or refuse it. If it is a text, they refuse any other value
+    than the default with this text: the reason, and what to do.
     """
 
     name: str
@@ -61,8 +61,7 @@ class Setting:
     word: str
     section: str
     shown: str
-    bundled_only: bool
-    instead: str
+    bundled_only: bool | str
 
 
 def setting(
@@ -73,8 +72,7 @@ def setting(
     word: str = "",
     section: str = "",
     shown: str = "",
-    bundled_only: bool = False,
-    instead: str = "",
+    bundled_only: bool | str = False,
     secret: bool = False,
 ) -> Entry:
     """Return a dataclass field for a setting. If `secret` is true, the repr of the dataclass hides the value."""
@@ -85,7 +83,6 @@ def setting(
         "section": section,
         "shown": shown,
         "bundled_only": bundled_only,
-        "instead": instead,
     }
     made: Any
     if isinstance(default, dict):

@@ -17,7 +17,6 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.comparing import compare_when_due
-from outbox.contrib.django.operations.large_bodies import INTERVAL_SECONDS, TURN_SECONDS, remove_orphans
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
 from outbox.contrib.django.settings.conf import get_settings
@@ -59,9 +58,6 @@ def passes() -> list[PeriodicPass]:
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
     if settings.has_database:
         always.append(_in_turn("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))
-    if settings.large_bodies is not None and settings.has_database:
-        orphans = partial(remove_orphans, max_seconds=TURN_SECONDS)
-        always.append(_in_turn("large_bodies", INTERVAL_SECONDS, lambda: asdict(orphans())))
     always += [_of_part(name, one) for name, one in hooks.passes.items()]
     if not settings.producer_group:
         return always

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox.codec import Codecs
+from outbox.codec import REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, PartialFailure, ServiceUnavailable, UndecodableBody

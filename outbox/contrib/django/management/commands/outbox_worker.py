@@ -60,7 +60,6 @@ class Command(OutboxCommand):
             action="store_true",
             help="end as soon as no message of this project waits on the broker; used before a move to another broker",
         )
-        self.add_action(parser, ACTIONS["forget"])
 
     def handle(self, *args: Any, **options: Any) -> None:
         _refuse(options)
@@ -137,8 +136,3 @@ def _refuse(options: Mapping[str, Any]) -> None:
             "--drain does the work that is due now, and --until-drained also waits for later work: pass only one of "
             "the two options."
         )
-    acting = options["dry_run"] or options["json"] or options["no_input"] or options["reason"]
-    if options["forget"] and (role != "all" or drains or options["until_drained"]):
-        raise CommandError("--forget runs no role: leave the other options out.")
-    if acting and not options["forget"]:
-        raise CommandError("--dry-run, --json, --no-input and --reason need --forget.")
