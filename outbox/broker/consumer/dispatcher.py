@@ -438,6 +438,7 @@ class Dispatcher:
         """From now on, fetch only the messages that are in the queues now."""
         self._adopt(run)
         self._bounded = True
+        self._quarantine.bound()
         ends = heads(run, {key[1] for key in self._owned})
         for queue in self._owned.values():
             queue.bound(ends[queue.key[1]])

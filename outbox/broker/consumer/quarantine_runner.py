@@ -35,6 +35,11 @@ from outbox.ports import ClaimedElsewhere
 _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
+# A process that meets its first quarantined message handles other messages for this long (seconds) before the first
+# attempt. Otherwise, if a message kills each process, every new process would try it at once, and the messages of
+# other queues would wait until the third death.
+_OTHERS_FIRST_SECONDS: Final = 1.0
+
 
 class _Stage(enum.Enum):
     """The stage of the attempt with quarantined messages; a process has at most one such attempt."""
@@ -62,6 +67,8 @@ class QuarantineRunner:
         self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
+        # The time (time.monotonic) from which this process may begin attempts; None until it meets such a message.
+        self._begin_at: float | None = None
         # Functions that store the results of finished attempts.
         self._verdicts: list[Callable[[Executor], None]] = []
 
@@ -74,6 +81,10 @@ class QuarantineRunner:
     def pending(self) -> bool:
         """Whether this process has an attempt that is running or waits for running calls."""
         return self._held is not None
+
+    def bound(self) -> None:
+        """Begin the attempts at once, because a bounded pass does not wait for what is due later."""
+        self._begin_at = 0.0
 
     def drain(self) -> None:
         """Begin no more attempts with quarantined messages in this process."""
@@ -92,6 +103,8 @@ class QuarantineRunner:
         if len(found) < len(work.items) or len(found) > size:
             _set_apart(work.items, {id(item) for item in found}, size)
             _put_back(work, 0.0)
+        elif time.monotonic() < (begin_at := self._first_attempt_at()):
+            _put_back(work, begin_at)
         elif self._held is not None or self._draining:
             _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
         elif wait_seconds := self._wait_seconds(run, work):
@@ -102,6 +115,11 @@ class QuarantineRunner:
             self._hung = all(known[_log_id(item)].hung for item in found)
             self._calls.hold(work)
         return True
+
+    def _first_attempt_at(self) -> float:
+        if self._begin_at is None:
+            self._begin_at = time.monotonic() + _OTHERS_FIRST_SECONDS
+        return self._begin_at
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Return how long the attempt must wait.

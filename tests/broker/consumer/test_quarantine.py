@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -24,7 +25,7 @@ from outbox.errors import HandlersHung
 from outbox.message import Message
 from outbox.subscription import Subscription
 from outbox.utils.backoff import Backoff
-from tests.broker.bench import AT_ONCE, FIFO, ROOT, ConsumptionBench, encode
+from tests.broker.bench import AT_ONCE, FIFO, ROOT, ConsumptionBench, Seen, encode
 from tests.support import eventually
 
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
@@ -163,6 +164,22 @@ def test_other_queues_continue_while_a_killer_is_found(orders: ConsumptionBench,
     expected = Counter(message.message_id for message in sent for _ in range(2))
     del expected[sent[9].message_id]
     assert Counter(message_id for *_, message_id in orders.effects()) == expected
+
+
+def test_a_new_process_handles_the_other_messages_first(orders: ConsumptionBench) -> None:
+    """A message that kills each process must not be the only one that is handled between two deaths."""
+    subscription = Subscription(group="g", topic="orders", threads=1, retry=AT_ONCE)
+    orders.runtime((subscription, lambda delivery: None))._session().finish()
+    orders.publish(messages(40))
+    ((group_id,),) = orders.rows("SELECT group_id FROM outbox.consumer_group")
+    first = [log_id for (log_id,) in orders.rows("SELECT log_id FROM outbox.commit_log ORDER BY log_id LIMIT 2")]
+    calls = [quarantine.RunningCall(group_id, [log_id], alone=False) for log_id in first]
+    quarantine.record_death(orders.run, uuid4(), calls, evidence="c1 on here died", hung=False)
+    seen = Seen()
+    with orders.running((subscription, seen)):
+        eventually(lambda: len(seen.ns) == 40)
+    assert sorted(seen.ns[-2:]) == [0, 1]
+    assert quarantine.of_groups(orders.run, [group_id]) == {group_id: {}}
 
 
 def test_system_exit_in_a_handler_is_a_failed_attempt(orders: ConsumptionBench, tmp_path: Path) -> None:
