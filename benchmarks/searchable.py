@@ -20,9 +20,9 @@ from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics, find_topic_id
-from outbox.broker.operations import erasing
 from outbox.broker.schema import key_index
 from outbox.broker.schema.install import install
+from outbox.contrib.erasure import broker_rows
 from outbox.topic import Topic
 
 MESSAGES: Final = int(os.environ.get("OUTBOX_BENCH_MESSAGES", "20000"))
@@ -128,8 +128,8 @@ def _searched(address: str) -> str:
         connection.execute("VACUUM ANALYZE outbox.commit_log")
         row = connection.execute("SELECT key FROM outbox.commit_log OFFSET 1000 LIMIT 1").fetchone()
         key = str(row and row[0])
-        assert len(erasing.find_key(run, TOPIC, key)) == 1
-        return timed(lambda: erasing.find_key(run, TOPIC, key), REPEATS)
+        assert len(broker_rows.find_key(run, TOPIC, key)) == 1
+        return timed(lambda: broker_rows.find_key(run, TOPIC, key), REPEATS)
 
 
 if __name__ == "__main__":

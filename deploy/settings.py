@@ -14,7 +14,7 @@ DATABASES = {
 DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 # Beside the apps of your project.
-INSTALLED_APPS = ["outbox.contrib.django", "outbox.contrib.prometheus"]
+INSTALLED_APPS = ["outbox.contrib.django", "outbox.contrib.erasure", "outbox.contrib.prometheus"]
 OUTBOX: dict[str, Any] = {
     "BROKER": "broker",
     "PRODUCER_GROUP": "shop",

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, BinaryIO, Final, Protocol
 from uuid import UUID
 
-from outbox.erasure import ERASED, ERASED_CONTENT_TYPE, Erased
+from outbox.erased import ERASED, ERASED_CONTENT_TYPE, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, UndecodableBody, UnserialisableBody
 from outbox.utils.safe_text import error_line, shown_text
 

@@ -241,6 +241,22 @@ def add_pruning(table: str, work: str) -> None:
     prunings[table] = work
 
 
+# -- before messages are consumed ------------------------------------------------------------------
+
+# What is done -> the dotted path of the function that does it.
+preparations: Final[dict[str, str]] = {}
+
+
+def add_preparation(what: str, work: str) -> None:
+    """Let the function at the dotted path `work`, `() -> None`, finish before a process handles or forwards messages.
+
+    Each consumer process and each forwarding process calls it once, outside of any transaction. After
+    ServiceUnavailable, BrokerUnavailable, or django.db.OperationalError the process stays alive, is not ready, logs
+    that `what` failed, and calls the function again. Another error ends the process.
+    """
+    preparations[what] = work
+
+
 # -- roles of worker processes ---------------------------------------------------------------------
 
 

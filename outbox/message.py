@@ -12,7 +12,7 @@ from uuid import UUID, uuid5
 
 from outbox import names
 from outbox.codec import OWN_CONTENT_TYPES, UnreadBody
-from outbox.erasure import ERASED
+from outbox.erased import ERASED
 from outbox.errors import InvalidMessage, InvalidName, NotSupported, UsageError
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
@@ -188,7 +188,7 @@ class Delivery(Generic[Body_co]):
     """One message that a consumer passes to one handler.
 
     `body` is decoded by the codec of the message's content type. For a handler with an annotation like
-    `Delivery[OrderPaid]`, `body` is an event of this type. If the message is erased, `body` is outbox.erasure.ERASED.
+    `Delivery[OrderPaid]`, `body` is an event of this type. If the message is erased, `body` is outbox.erased.ERASED.
     A large body is read from its storage when `body` is first used; `open_body` reads it in pieces.
     `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see

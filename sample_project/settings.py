@@ -40,6 +40,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "outbox.contrib.django",
     "outbox.contrib.console",
+    "outbox.contrib.erasure",
     "outbox.contrib.reconciliation",
     # The shop can move to RocketMQ while it works (SAMPLE_BROKER).
     "outbox.contrib.rocketmq",

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
 _ABSENT: Final = "\x01"
-# The content type of an erased message, as in outbox/erasure.py.
+# The content type of an erased message, as in outbox/erased.py.
 _ERASED: Final = "application/vnd.outbox.erased"
 # A pass must read the log once, so a small number costs time; a killed process loses the pass that it was writing.
 MESSAGES_PER_PASS: Final = 5_000_000
@@ -168,16 +168,22 @@ class Archive:
 
         A pass with such messages is written anew, and is in force as soon as `archive.json` names it; its former files
         are then removed. A state that is older than an erasure is removed too, and the next pass writes a new state.
-        `secret` is OUTBOX['ERASURE_SECRET'], by which erased keys are found. Raises UsageProblem if it is missing, or
-        if there is no archive.
+        `secret` is OUTBOX['ERASURE_SECRET'], by which erased keys are found. Raises UsageProblem if it is missing, if
+        there is no archive, or if the broker has no table of erasures.
         """
         with self._locked() as (manifest, _):
             if manifest.until is None:
                 raise UsageProblem(f"there is no archive at {self._store.path(MANIFEST)}, so nothing can be erased.")
+            view = self._table("erased_v1")
             with readable_errors("reading the erasures of the broker"):
+                [[exists]] = self._source.query(f"SELECT to_regclass({sql.text(view)}) IS NOT NULL")
+                if not exists:
+                    raise UsageProblem(
+                        "the broker has no erasures: it lacks the view erased_v1, because no service on it has the app "
+                        "outbox.contrib.erasure. Nothing was erased."
+                    )
                 erased = self._source.query(
-                    f"SELECT kind, topic, value, replacement, erased_at FROM {self._table('erased_v1')} "
-                    "WHERE kind <> 'subject'"
+                    f"SELECT kind, topic, value, replacement, erased_at FROM {view} WHERE kind <> 'subject'"
                 )
             if secret is None and any(row[0] == "key" for row in erased):
                 raise UsageProblem(

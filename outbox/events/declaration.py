@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar, Union, get_args, get_origin
 
 from outbox import names
 from outbox.codec import UnreadBody
-from outbox.erasure import ERASED
+from outbox.erased import ERASED
 from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersion, UnserialisableBody, UsageError
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
 from outbox.message import Delivery, Message

@@ -61,7 +61,7 @@ LATER: Final = 2
 
 # In the column `bad`: the content of the message is erased, encrypted for a subject, or stored outside of the broker.
 ERASED: Final = -1
-# The content types of outbox/erasure.py and outbox/codec.py, which this package does not import.
+# The content types of outbox/erased.py and outbox/codec.py, which this package does not import.
 ERASED_TYPES: Final = (
     "application/vnd.outbox.erased",
     "application/vnd.outbox.encrypted",

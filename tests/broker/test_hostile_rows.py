@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.executor import EARLIEST, LATEST
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations import dead_letters, erasing, search, summary, trace
+from outbox.broker.operations import dead_letters, search, summary, trace
 from outbox.broker.transaction import checks
 from outbox.message import Message
 from outbox.subscription import Mode, Subscription
@@ -159,7 +159,7 @@ def test_a_half_that_nobody_can_read_leaves_the_checks_of_others(orders: Consump
     assert all(check.message.born_at.year in range(1, 10_000) for check in claimed)
 
 
-def test_readers_show_and_erase_such_rows(orders: ConsumptionBench) -> None:
+def test_readers_show_such_rows(orders: ConsumptionBench) -> None:
     ids = []
     for values in (*HOSTILE.values(), *NOT_LOADED.values()):
         given = row(orders, **{**values, "topic_id": row(orders)["topic_id"]})
@@ -177,12 +177,6 @@ def test_readers_show_and_erase_such_rows(orders: ConsumptionBench) -> None:
         content = search.content_of(orders.run, message_id)
         assert content is not None and content.body == b"{}"
     assert summary.refresh(orders.run).at > 0
-    [(kept,)] = orders.rows("SELECT array_agg(log_id) FROM outbox.commit_log")
-    statement = dict(erasing._PLACES)["commit_log"]
-    values = {"erased": "erased", "replacement": None, "kept": ["a"], "log_ids": kept}
-    assert orders.run.execute(statement, values).rowcount == len(ids)
-    [(bodies,)] = orders.rows("SELECT sum(octet_length(body)) FROM outbox.commit_log")
-    assert bodies == 0
 
 
 def test_a_time_that_python_cannot_hold_is_the_first_or_the_last_that_it_can(bench: ConsumptionBench) -> None:

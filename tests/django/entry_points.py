@@ -105,7 +105,7 @@ CHANGING: Final = (
     "outbox_audit compare",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
-    "outbox_erase orders --key k --reason asked --no-input",
+    *(["outbox_erase orders --key k --reason asked --no-input"] if has("erasure") else []),
     "outbox_group offsets effects",
     "outbox_group reset effects orders --to-latest --no-input",
     "outbox_group delete effects --no-input",

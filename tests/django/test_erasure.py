@@ -25,26 +25,19 @@ from django.db import models, transaction
 from django.utils import timezone
 
 from outbox import hooks
-from outbox.broker.operations import erasing as broker_erasing
 from outbox.broker.operations import summary
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs as codecs
-from outbox.contrib.django.models import (
-    ErasureEntry,
-    InboxEntry,
-    OperatorAction,
-    PastCondition,
-    RaisedCondition,
-    StepEntry,
-)
-from outbox.contrib.django.operations import erasing
-from outbox.contrib.django.operations.erasing import repeat_erasures
-from outbox.contrib.django.operations.erasure_list import ErasureFile
+from outbox.contrib.django.models import InboxEntry, OperatorAction, PastCondition, RaisedCondition, StepEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject, envelope
 from outbox.contrib.encryption.keys import create_key_table, subject_keys
 from outbox.contrib.encryption.models import SubjectKey
+from outbox.contrib.erasure import broker_rows, erasing
+from outbox.contrib.erasure.erasing import repeat_erasures
+from outbox.contrib.erasure.erasure_list import ErasureFile
+from outbox.contrib.erasure.models import ErasureEntry
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.contrib.rocketmq.models import DeadLetterNote, RelayEntry
@@ -52,7 +45,7 @@ from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.unique import Unique
 from outbox.contrib.unique.models import UniqueKey
-from outbox.erasure import ERASED
+from outbox.erased import ERASED
 from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody
 from outbox.message import Delivery
 from spark.cli import parser
@@ -264,7 +257,7 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
 
 def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
     """A new table must be added to `_TABLES`, or here if it can never contain personal data."""
-    names = ("ledger", "ledger_identity", "inbox", "claim", "key_lock", "erased")
+    names = ("ledger", "ledger_identity", "inbox", "claim", "key_lock")
     without_content = {f"outbox_{name}" for name in names}
     erased = {model._meta.db_table for model in erasing._TABLES}
     tables = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}
@@ -296,7 +289,7 @@ def test_each_column_of_the_broker_is_erased_or_has_no_content(outbox_settings: 
             " USING (table_schema, table_name) WHERE table_schema = 'outbox' AND table_type = 'BASE TABLE'"
             " AND (data_type IN ('text', 'jsonb', 'bytea') OR udt_name = '_text')"
         )
-    erased = {table: statement.text for table, statement in broker_erasing._PLACES}
+    erased = {table: statement.text for table, statement in broker_rows._PLACES}
     erased |= {table: getsource(import_module(path.rpartition(".")[0])) for table, path in hooks.broker_content.items()}
     left = {
         f"{table}.{column}"

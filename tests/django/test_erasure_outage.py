@@ -15,11 +15,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from outbox.broker.operations.erasing import Erasure
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.operations import erasure_list
-from outbox.contrib.django.operations.erasure_list import ErasureFile
-from outbox.contrib.django.worker.workers import wait_for_erasures
+from outbox.contrib.django.worker.workers import wait_until_prepared
+from outbox.contrib.erasure import erasure_list
+from outbox.contrib.erasure.broker_rows import Erasure
+from outbox.contrib.erasure.erasure_list import ErasureFile
 from outbox.errors import OutboxError
 from outbox.utils import heartbeat
 from tests.django.processes import process
@@ -107,7 +107,7 @@ def test_a_process_that_waits_can_be_stopped(
     outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
     stop = threading.Event()
     with refusing(server_url, "broker"), caplog.at_level(logging.WARNING):
-        waiting = threading.Thread(target=wait_for_erasures, args=[stop])
+        waiting = threading.Thread(target=wait_until_prepared, args=[stop])
         waiting.start()
         eventually(lambda: WAITS in caplog.text)
         stop.set()
@@ -135,7 +135,7 @@ def test_a_process_waits_for_the_store_of_the_list(
 ) -> None:
     outbox_settings(ERASURE_LIST=f"{__name__}.Store", ERASURE_SECRET="of the tests")
     with caplog.at_level(logging.WARNING):
-        wait_for_erasures(threading.Event())
+        wait_until_prepared(threading.Event())
     assert (
         WAITS in caplog.text and "(OUTBOX['ERASURE_LIST']) does not answer: the store answers too late" in caplog.text
     )
@@ -145,4 +145,4 @@ def test_a_process_waits_for_the_store_of_the_list(
 def test_a_list_that_cannot_be_read_ends_the_process(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     outbox_settings(ERASURE_LIST=str(tmp_path), ERASURE_SECRET="of the tests")
     with pytest.raises(OutboxError, match="cannot be read"):
-        wait_for_erasures(threading.Event())
+        wait_until_prepared(threading.Event())

@@ -29,7 +29,6 @@ from outbox.broker.maintenance.retention import run_once as run_retention
 from outbox.codec import REFERENCE_CONTENT_TYPE, UnreadBody
 from outbox.contrib.django import ClaimedDelivery, message, publish, publish_messages, subscriber
 from outbox.contrib.django.engine.broker import engine_of, get_codecs
-from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -453,6 +452,7 @@ def erase(*arguments: str) -> dict[str, Any]:
 def test_an_erasure_removes_the_object(
     databases: None, folder: Path, outbox_settings: Callable[..., None], tmp_path: Path
 ) -> None:
+    erasing = pytest.importorskip("outbox.contrib.erasure.erasing")
     outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
     erased, kept = (publish("orders", LARGE, key=key, at_once=True).message_id for key in ("4711", "4712"))
     content = objects(folder)[erased]
@@ -470,7 +470,7 @@ def test_an_erasure_removes_the_object(
     (folder / name_of(erased)).write_bytes(content)
     with new_world(outbox_settings) as world:
         world.sql("DELETE FROM outbox.erased")
-    assert repeat_erasures()["storage.large_bodies"] == 1
+    assert erasing.repeat_erasures()["storage.large_bodies"] == 1
     assert set(objects(folder)) == {kept}
 
 

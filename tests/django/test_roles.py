@@ -301,7 +301,7 @@ def _is_allowed(operation: Callable[[], Any]) -> bool:
 def _table() -> list[list[str]]:
     [rows] = re.findall(r"^\| operation \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
-    parts = {"the operations page": "console", "the view `metrics/`": "prometheus"}
+    parts = {"`outbox_erase`": "erasure", "the operations page": "console", "the view `metrics/`": "prometheus"}
     return [row for row in table if row[0] not in parts or has(parts[row[0]])]
 
 

@@ -10,11 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import erasing
-from outbox.broker.operations.erasing import Erasure
 from outbox.codec import REFERENCE_CONTENT_TYPE
+from outbox.contrib.erasure import broker_rows
+from outbox.contrib.erasure.broker_rows import Erasure, fingerprint
 from outbox.contrib.large_bodies.reference import Reference
-from outbox.erasure import fingerprint
 from spark import archive
 from spark.common.errors import UsageProblem
 from spark.common.progress import Progress
@@ -54,7 +53,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     # One by its id, one by its key, and one whose key is replaced too. The last one is only in the archive.
     run, now = Executor(world.broker, "outbox"), datetime.now(UTC)
     for key, replacement in (("1", None), ("2", None)):
-        erasing.erase(run, TOPIC, erasing.find_key(run, TOPIC, key), replacement=replacement)
+        broker_rows.erase(run, TOPIC, broker_rows.find_key(run, TOPIC, key), replacement=replacement)
     [(first,)] = world.broker.execute("SELECT message_id FROM commit_log WHERE key = '1'").fetchall()
     entries = [Erasure(kind="message", topic=TOPIC, value=str(first), reason="a test", at=now)]
     for key, replacement in (("2", None), ("3", "erased:x")):
@@ -62,7 +61,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
         entries.append(
             Erasure(kind="key", topic=TOPIC, value=value, replacement=replacement, reason="a test", at=now)
         )  # fmt: skip
-    erasing.store(run, entries)
+    broker_rows.store(run, entries)
     world.broker.execute("UPDATE commit_log SET key = 'erased:x', body = '', content_type = %s WHERE key = '3'",
                          ["application/vnd.outbox.erased"])  # fmt: skip
     world.app.execute("DELETE FROM orders_order WHERE id = 3")
@@ -80,3 +79,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     result = reconcile.run(full=True)
     assert set(reconcile.findings(result)) == {("4", "", "MISMATCH")}, "the other message is judged as before"
     assert (result["totals"]["ERASED"], result["totals"]["OK"], result["faults"]) == (4, 1, 1)
+
+    world.broker.execute("DROP VIEW erased_v1")
+    with pytest.raises(UsageProblem, match=r"no service on it has the app outbox\.contrib\.erasure"):
+        archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO())).erase(SECRET)

@@ -337,7 +337,8 @@ class BlockedQueue:
     since: float
 
 
-# A stored summary has neither keys nor errors of messages, because an erasure would not find them there.
+# A stored summary has neither keys nor errors of messages, because the removal of a person's data would not find
+# them there.
 _TEXTS_OF_BLOCKED: Final = Statement("""
 SELECT given.place, log.key,
        coalesce((SELECT error FROM {schema}.failure WHERE failure.group_id = known.group_id

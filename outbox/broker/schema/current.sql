@@ -8,8 +8,8 @@
 -- the rows of each table.
 --
 -- The tables that every message passes through (commit_log, op_log, consume_queue, tick, consumer_offset) are
--- append-only: rows are inserted and later deleted, and readers only scan forward. Only an erasure updates rows: it
--- replaces the content of messages in commit_log.
+-- append-only: rows are inserted and later deleted, and readers only scan forward. Only the removal of a person's data
+-- updates rows: it replaces the content of messages in commit_log.
 
 -- ---------------------------------------------------------------------------------------------------
 -- The broker itself
@@ -744,25 +744,6 @@ CREATE INDEX missing_transaction_open ON missing_transaction (kind, producer_gro
 WHERE settled_at IS NULL;
 
 -- ---------------------------------------------------------------------------------------------------
--- Erasures (docs/decisions/240)
--- ---------------------------------------------------------------------------------------------------
-
--- Each row is an erasure that was done in these tables. A restore of a backup brings erased content back, and takes rows
--- of this table away. So a worker compares the table with the list of erasures, and repeats what is missing.
-CREATE TABLE erased (
-    -- 'message': `value` is the id of a message. 'key': `value` is the keyed hash of the topic's key. 'subject': `value`
-    -- is the id of a subject's encryption key.
-    kind        text        NOT NULL CHECK (kind IN ('message', 'key', 'subject')),
-    topic       text        NOT NULL,
-    value       text        NOT NULL,
-    -- The text that has replaced the key of the messages; null if the key has stayed.
-    replacement text,
-    reason      text        NOT NULL,
-    erased_at   timestamptz NOT NULL,
-    PRIMARY KEY (kind, topic, value)
-);
-
--- ---------------------------------------------------------------------------------------------------
 -- Views
 -- ---------------------------------------------------------------------------------------------------
 
@@ -897,9 +878,6 @@ CREATE VIEW failure_v1 AS
 SELECT g.name AS consumer_group, f.log_id, f.attempt, f.failed_at, f.error
 FROM failure f
 JOIN consumer_group g USING (group_id);
-
-CREATE VIEW erased_v1 AS
-SELECT kind, topic, value, replacement, erased_at FROM erased;
 
 -- ---------------------------------------------------------------------------------------------------
 -- First rows: no decision is sequenced, no half is scanned. install.py adds the row of schema_version.

@@ -12,7 +12,6 @@ from typing import Final
 
 from outbox import hooks
 from outbox.contrib.django.actions import (
-    erasing,
     groups,
     messages,
     processes,
@@ -27,9 +26,8 @@ from outbox.errors import ConfigurationError
 
 # Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_PARTS: Final = (erasing,)
 _ADDED: Final = map(import_module, hooks.actions)
-_DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
+_DECLARED: Final = [one for module in (*_CORE, *_ADDED) for one in vars(module).values()]
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {one.name: one for one in _DECLARED if isinstance(one, DeclaredAction)}
 # Other engines have listings of the same names.

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from outbox.codec import Codecs
 from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
-from outbox.erasure import ERASED, Erased
+from outbox.erased import ERASED, Erased
 from outbox.errors import ConfigurationError
 
 KEY_BYTES: Final = 32

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.forwarding.settings import ForwardSettings
-from outbox.erasure import ERASED_TEXT
+from outbox.erased import ERASED_TEXT
 
 
 def erase_errors(rows: Rows, scope: Scope) -> int:

@@ -14,9 +14,8 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
-from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import chosen, get_settings, imported, made, settings_of
-from outbox.contrib.django.worker.workers import wait_for_erasures
+from outbox.contrib.django.worker.workers import prepare_to_consume, wait_until_prepared
 from outbox.contrib.forwarding.endpoints import ForwardEndpoints
 from outbox.contrib.forwarding.settings import DEAD_LETTER, DeclaredForward, ForwardSettings
 from outbox.contrib.forwarding.sinks.formats import format_named
@@ -36,8 +35,8 @@ def run_forward(stop: threading.Event, groups: Sequence[str] = ()) -> None:
 
     By default the function forwards the messages of all groups. While a database does not answer, the function waits.
 
-    Raises ConfigurationError for a group that is not declared, or a sink that cannot be created. Raises OutboxError if
-    the list of erasures cannot be read.
+    Raises ConfigurationError for a group that is not declared, or a sink that cannot be created. Raises the
+    errors of `prepare_to_consume`.
     """
     refuse_processes_in_tests()
     with forwarding(groups=groups, stop=stop) as consumers:
@@ -75,9 +74,9 @@ def forwarding(*, groups: Sequence[str] = (), stop: threading.Event | None = Non
             stack.callback(sink.close)
             wanted += _subscriptions(group, declared, sink, endpoints.of(group))
         if stop is None:
-            repeat_erasures()
+            prepare_to_consume()
         else:
-            wait_for_erasures(stop)
+            wait_until_prepared(stop)
         warn_of_new_groups([one.group for one, _ in wanted])
         if stop is None:
             endpoints.sync()

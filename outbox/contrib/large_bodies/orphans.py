@@ -25,7 +25,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.large_bodies import locks
 from outbox.contrib.large_bodies.objects import FOLDER, built_at, declared_bodies, name_of, storage_of
 from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
-from outbox.erasure import ERASED_CONTENT_TYPE
+from outbox.erased import ERASED_CONTENT_TYPE
 from outbox.errors import ConfigurationError
 from outbox.utils.faults import point
 

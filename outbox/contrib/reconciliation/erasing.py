@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
-from outbox.erasure import ERASED_TEXT
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
+from outbox.erased import ERASED_TEXT
 
 
 def erase_findings(rows: Rows, scope: Scope) -> int:

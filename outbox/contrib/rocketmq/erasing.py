@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
-from outbox.erasure import ERASED_CONTENT_TYPE, ERASED_TEXT, kept_headers
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
+from outbox.erased import ERASED_CONTENT_TYPE, ERASED_TEXT, kept_headers
 
 
 def erase_notes(rows: Rows, scope: Scope) -> int:

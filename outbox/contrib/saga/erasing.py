@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
-from outbox.erasure import ERASED_TEXT
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
+from outbox.erased import ERASED_TEXT
 
 
 def erase_reasons(rows: Rows, scope: Scope) -> int:

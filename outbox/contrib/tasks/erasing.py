@@ -8,7 +8,7 @@ from typing import Any
 
 from django.db.models import Q
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 
 
 def erase_calls(rows: Rows, scope: Scope) -> int:

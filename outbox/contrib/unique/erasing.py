@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope
+from outbox.contrib.django.operations.personal_data import Rows, Scope
 
 
 def erase_keys(rows: Rows, scope: Scope) -> int:

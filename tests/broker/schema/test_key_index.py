@@ -14,7 +14,7 @@ from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import declare_topics, find_topic_id, list_topics
-from outbox.broker.operations import erasing, search
+from outbox.broker.operations import search
 from outbox.broker.schema import key_index
 from outbox.topic import Topic
 from tests.support import eventually
@@ -81,20 +81,17 @@ def test_the_index_follows_the_declaration(run: Executor) -> None:
     assert indexes(run) == {} and key_index.missing(run) == []
 
 
-def test_search_and_erasure_read_the_index_and_find_the_same(run: Executor) -> None:
+def test_a_search_reads_the_index_and_finds_the_same(run: Executor) -> None:
     fill(run)
-    found, erasable = search.find_messages(run, "k7", "customers"), erasing.find_key(run, "customers", "k7")
-    assert (len(found), len(erasable)) == (5, 5)
+    found = search.find_messages(run, "k7", "customers")
+    assert len(found) == 5
     key_index.adapt(run)
     assert search.find_messages(run, "k7", "customers") == found
-    assert erasing.find_key(run, "customers", "k7") == erasable
     values = dict.fromkeys(("since", "until", "before", "state")) | {"key": "k7", "limit": 100}
     for topic, reads in (("customers", True), ("clicks", False)):
         values["topic_id"] = find_topic_id(run, topic)
-        for statement in (search._FOUND, erasing._OF_KEY):
-            assert ("commit_log_key_of_" in plan(run, statement, values)) is reads
+        assert ("commit_log_key_of_" in plan(run, search._FOUND, values)) is reads
     assert search.find_messages(run, "k7", "no such topic") == []
-    assert erasing.find_key(run, "no such topic", "k7") == []
 
 
 def test_a_build_waits_for_open_transactions_and_publishers_do_not_wait_for_it(run: Executor, broker_url: str) -> None:
@@ -118,4 +115,4 @@ def test_a_build_waits_for_open_transactions_and_publishers_do_not_wait_for_it(r
         building.join(30)
         assert not building.is_alive()
     assert key_index.missing(run) == []
-    assert {one.message_id for one in erasing.find_key(run, "customers", "k")} == {early, late}
+    assert {one.message_id for one in search.find_messages(run, "k", "customers")} == {early, late}

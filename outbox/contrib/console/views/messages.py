@@ -31,7 +31,7 @@ from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.views import may
-from outbox.erasure import ERASED_CONTENT_TYPE
+from outbox.erased import ERASED_CONTENT_TYPE
 from outbox.hooks import ShownBody
 from outbox.utils.safe_text import inert, masked_names, masked_value
 

@@ -267,20 +267,6 @@ class Migration(migrations.Migration):
                 'indexes': [models.Index(fields=['seen_at'], name='outbox_past_condition_seen_at')],
             },
         ),
-        migrations.CreateModel(
-            name='ErasureEntry',
-            fields=[
-                ('pk', models.CompositePrimaryKey('kind', 'topic', 'value', blank=True, editable=False, primary_key=True, serialize=False)),
-                ('kind', models.CharField(max_length=15)),
-                ('topic', models.CharField(max_length=127)),
-                ('value', models.CharField(max_length=64)),
-                ('erased_at', models.DateTimeField()),
-            ],
-            options={
-                'verbose_name_plural': 'erasure entries',
-                'db_table': 'outbox_erased',
-            },
-        ),
         migrations.RunPython(name_this_ledger, migrations.RunPython.noop),
         # MariaDB ends a transaction at each of these statements, and Django refuses them in one.
         migrations.RunPython(compare_as_postgresql('outbox'), migrations.RunPython.noop, atomic=False),

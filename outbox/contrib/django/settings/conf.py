@@ -391,24 +391,6 @@ class OutboxSettings:
         "[operations page](operations/page.md) hide",
     )
 
-    erasure_list: str | None = setting(
-        None,
-        or_none(text("path")),
-        bundled_only=True,
-        word="erasure (GDPR)",
-        meaning="path of the [list of erasures](operations/erasure.md#the-list-of-erasures), outside of the databases, "
-        "or dotted path of a class that stores the list elsewhere",
-        section="erasing",
-    )
-    erasure_secret: str | None = setting(
-        None,
-        or_none(any_text),
-        bundled_only=True,
-        secret=True,
-        word="secret",
-        meaning="key of the hashes that stand for erased keys in the list of erasures. Keep it for as long as backups",
-    )
-
     def required_producer_group(self) -> str:
         """Return the producer group. Raises ConfigurationError if PRODUCER_GROUP is not set."""
         if not self.producer_group:
@@ -631,11 +613,6 @@ ENVIRONMENT: Final = (
     Variable("OUTBOX_LOG_FILE", _OUTBOX, "log file of a worker's processes"),
     Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
     Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
-    Variable(
-        "OUTBOX_ERASURE_SECRET",
-        _USER,
-        "`outbox-reconcile archive --erase` needs `ERASURE_SECRET` of the settings in this variable",
-    ),
     Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
     Variable("PATH", _USER, "reconciliation searches these folders for `java`"),
     Variable(

@@ -52,21 +52,18 @@ def consumer_runtime(
 ) -> Consumers:
     """Return the consumers of the project's subscribers. For each handler, `wrap` returns the function to call.
 
-    With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). If a restore
-    has undone erasures, they are repeated first, so that no handler gets erased data.
+    With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). First it
+    does what parts do before a process consumes (`hooks.add_preparation`).
 
     Raises ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
-    subscriber. Raises OutboxError if the list of erasures cannot be read.
+    subscriber. Raises the errors of the preparations.
     """
-    # A child process imports this module before Django is set up, so models cannot be imported with it.
-    from outbox.contrib.django.operations.erasing import repeat_erasures
-
-    repeat_erasures()
+    prepare_to_consume()
     return _consumers(groups, wrap, leads=leads)
 
 
 def _consumers(groups: Sequence[str], wrap: Callable[[AnyHandler], AnyHandler] | None, *, leads: bool) -> Consumers:
-    """Do the same as `consumer_runtime`, after the caller has repeated the erasures."""
+    """Do the same as `consumer_runtime`, after the caller has done the preparations."""
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
@@ -82,7 +79,7 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
 
     With `leads` the process is also the leader, which sequences messages.
     """
-    wait_for_erasures(stop)
+    wait_until_prepared(stop)
     if not stop.is_set():
         consumers = _consumers(groups, None, leads=leads)
         # This thread needs no session any more: each handler thread has its own.
@@ -90,33 +87,33 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
         consumers.run(stop)
 
 
-def wait_for_erasures(stop: threading.Event) -> None:
-    """Repeat the erasures that a restore has undone, before a process begins to handle or forward messages.
+def prepare_to_consume() -> None:
+    """Do what parts do before a process handles or forwards messages (`hooks.add_preparation`). Raises their errors."""
+    for work in hooks.preparations.values():
+        hooks.resolved(work)()
 
-    If a database or the store of the list does not answer, the function tries again until `stop` is set. It writes
-    heartbeats meanwhile: an unreachable database is no reason to restart the worker.
 
-    Raises OutboxError if the list cannot be read.
+def wait_until_prepared(stop: threading.Event) -> None:
+    """Do the same as `prepare_to_consume`, and wait for what does not answer.
+
+    If a database or another service does not answer, the function tries again until `stop` is set. It writes heartbeats
+    meanwhile: an unreachable database is no reason to restart the worker.
     """
-    from outbox.contrib.django.operations.erasing import repeat_erasures
-
-    failures = 0
-    while not stop.is_set():
-        try:
-            repeat_erasures()
-            return
-        except (BrokerUnavailable, OperationalError, ServiceUnavailable) as error:
-            close_old_connections()
-            failures += 1
-            heartbeat.beat(ready=False)
-            pause = RECONNECT.pause_seconds(failures)
-            logger.warning(
-                "consuming cannot begin yet, trying again in %.1f s: the list of erasures cannot be compared with the "
-                "databases: %s",
-                pause,
-                shown_text(error),
-            )
-            stop.wait(pause)
+    for what, work in hooks.preparations.items():
+        failures = 0
+        while not stop.is_set():
+            try:
+                hooks.resolved(work)()
+                break
+            except (BrokerUnavailable, OperationalError, ServiceUnavailable) as error:
+                close_old_connections()
+                failures += 1
+                heartbeat.beat(ready=False)
+                pause = RECONNECT.pause_seconds(failures)
+                logger.warning(
+                    "consuming cannot begin yet: %s failed, trying again in %.1f s: %s", what, pause, shown_text(error)
+                )
+                stop.wait(pause)
 
 
 def run_monitor_role(stop: threading.Event) -> None:

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from outbox.codec import REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
-from outbox.erasure import ERASED, ERASED_CONTENT_TYPE
+from outbox.erased import ERASED, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, PartialFailure, ServiceUnavailable, UndecodableBody
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy

@@ -23,21 +23,15 @@ from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations import erasing
-from outbox.broker.operations.erasing import BATCH, Erasable, Erasure
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.models import (
-    ErasureEntry,
-    OperatorAction,
-    PastCondition,
-    RaisedCondition,
-    StepEntry,
-)
-from outbox.contrib.django.operations import erasure_list
-from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
-from outbox.contrib.django.settings.conf import for_column, get_settings
-from outbox.erasure import fingerprint
+from outbox.contrib.django.models import OperatorAction, PastCondition, RaisedCondition, StepEntry
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
+from outbox.contrib.django.settings.conf import for_column, get_settings, settings_of
+from outbox.contrib.erasure import broker_rows, erasure_list
+from outbox.contrib.erasure.broker_rows import BATCH, Erasable, Erasure, fingerprint
+from outbox.contrib.erasure.models import ErasureEntry
+from outbox.contrib.erasure.settings import ErasureSettings
 from outbox.errors import OutboxError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -102,14 +96,14 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
     if not dry_run:
         _require_reason(reason)
     now = now or datetime.now(UTC)
-    secret, store = get_settings().erasure_secret, erasure_list.store_of_settings()
+    secret, store = settings_of(ErasureSettings).erasure_secret, erasure_list.store_of_settings()
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         TopicCatalog(schema).get(connection, request.topic)
         if request.key is not None:
-            found = erasing.find_key(run, request.topic, request.key)
+            found = broker_rows.find_key(run, request.topic, request.key)
         else:
-            found = erasing.find_ids(run, request.topic, request.message_ids)
+            found = broker_rows.find_ids(run, request.topic, request.message_ids)
             missing = set(request.message_ids) - {one.message_id for one in found}
             if missing and store is None:
                 raise UsageError(
@@ -123,12 +117,12 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
         result = Erased([one.message_id for one in found])
         with connection.transaction(force_rollback=dry_run):
             for part in _parts(found):
-                counts = erasing.erase(
+                counts = broker_rows.erase(
                     run, request.topic, part, replacement=replacement, patterns=_patterns(request.needles)
                 )
                 result.rows.update({f"broker.{table}": count for table, count in counts.items()})
             if not dry_run:
-                erasing.store(run, entries)
+                broker_rows.store(run, entries)
     scope = Scope(
         topic=request.topic,
         message_ids=sorted({*(one.message_id for one in found), *request.message_ids}),
@@ -294,7 +288,7 @@ def repeat_erasures() -> dict[str, int]:
         run = Executor(connection, schema)
         # Several workers may start at the same time; the second one finds that all is done.
         run.execute(_LOCK)
-        known = erasing.done(run)
+        known = broker_rows.done(run)
         if listed is None:
             if known:
                 raise OutboxError(
@@ -312,7 +306,7 @@ def repeat_erasures() -> dict[str, int]:
                 replacement = again.entry.replacement
                 patterns = _patterns([again.key] if again.key is not None and replacement is not None else [])
                 for batch in _parts(again.messages):
-                    counts = erasing.erase(run, topic, batch, replacement=replacement, patterns=patterns)
+                    counts = broker_rows.erase(run, topic, batch, replacement=replacement, patterns=patterns)
                     rows.update({f"broker.{table}": count for table, count in counts.items()})
                 if again.key is not None and replacement is not None:
                     keys.setdefault(topic, set()).add(again.key)
@@ -321,7 +315,7 @@ def repeat_erasures() -> dict[str, int]:
         if new:
             # Only the restored backup had these messages. The application's tables are erased by the ids of messages.
             erasure_list.append(store, list(new.values()))
-        erasing.store(run, [*missing, *new.values()])
+        broker_rows.store(run, [*missing, *new.values()])
         for alias in application_aliases():
             rows.update(_repeat_on(alias, [*listed, *new.values()], keys))
     repeated = (*missing, *new.values())
@@ -353,18 +347,18 @@ class _Again:
 
 def _again(run: Executor, topic: str, erasures: Sequence[Erasure]) -> Iterator[_Again]:
     """Return the stored messages of these erasures."""
-    secret = get_settings().erasure_secret
+    secret = settings_of(ErasureSettings).erasure_secret
     assert secret is not None
     of_keys = {(one.topic, one.value): one for one in erasures if one.kind == "key"}
-    for place, key in erasing.keys_with(run, secret, of_keys).items():
+    for place, key in broker_rows.keys_with(run, secret, of_keys).items():
         one = of_keys[place]
-        yield _Again(one, [each for each in erasing.find_key(run, topic, key) if each.stored_at <= one.at], key)
+        yield _Again(one, [each for each in broker_rows.find_key(run, topic, key) if each.stored_at <= one.at], key)
     by_replacement: dict[str | None, list[Erasure]] = {}
     for one in erasures:
         if one.kind == "message":
             by_replacement.setdefault(one.replacement, []).append(one)
     for same in by_replacement.values():
-        yield _Again(same[0], erasing.find_ids(run, topic, [UUID(one.value) for one in same]))
+        yield _Again(same[0], broker_rows.find_ids(run, topic, [UUID(one.value) for one in same]))
 
 
 def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str]]) -> Counter[str]:
@@ -373,7 +367,7 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
     }
     missing = [one for one in listed if known.get(one.place, _NEVER) < one.at]
     rows: Counter[str] = Counter()
-    secret = get_settings().erasure_secret
+    secret = settings_of(ErasureSettings).erasure_secret
     assert secret is not None
     for topic, erasures in _by_topic(missing).items():
         wanted = {one.value: one for one in erasures if one.kind == "key"}

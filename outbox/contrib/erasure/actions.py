@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from outbox import hooks
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
-from outbox.contrib.django.operations.erasing import Erased, ErasureRequest, erase
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.settings.conf import settings_of
+from outbox.contrib.erasure.erasing import Erased, ErasureRequest, erase
+from outbox.contrib.erasure.settings import ErasureSettings
 
 # The audit names at most this many messages.
 _NOTED: Final = 100
@@ -16,10 +16,6 @@ _CAUTION: Final = (
     "This cannot be undone. A consumer process that has fetched a message may still handle it with its content: "
     "restart the workers, then repeat this action. Backups and WAL keep the content until they expire."
 )
-
-
-# Only actions delete keys, and this module is imported with all actions.
-hooks.add_list("outbox.contrib.django.operations.erasing.list_of_settings")
 
 
 @action(
@@ -46,7 +42,7 @@ def _erase(values: Values) -> ActionPlan:
         texts=tuple(values["text"]),
     )
     planned = erase(request, reason="", dry_run=True)
-    settings = get_settings()
+    settings = settings_of(ErasureSettings)
     recorded = request.key is not None and settings.erasure_list is not None
     # The plan is stored in the audit, so it does not contain the key or the texts.
     listed = "" if settings.erasure_list else " OUTBOX['ERASURE_LIST'] is not set: after a restore, erase again."

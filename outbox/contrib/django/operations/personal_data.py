@@ -1,6 +1,6 @@
-"""What an erasure does with the rows of an application's table: the scope it is given, and how it saves rows.
+"""How a person's data is removed from rows of an application's table: what it is about, and how rows are saved.
 
-The tables of the core are in `erasing.py`; parts name the functions for theirs with `outbox.hooks.add_tables`.
+Each part names the functions that do this for its tables with `outbox.hooks.add_tables`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from uuid import UUID
 
 from django.db import models
 
-from outbox.erasure import ERASED_TEXT
+from outbox.erased import ERASED_TEXT
 
 Rows = models.QuerySet[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What an erasure is about: messages of a topic, a key, and texts."""
+    """What a removal is about: messages of a topic, a key, and texts."""
 
     topic: str
     message_ids: Sequence[UUID]

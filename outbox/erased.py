@@ -1,13 +1,11 @@
-"""Erased messages: the marks that an erasure leaves in a message, and the list of erasures.
+"""Erased messages: the marks of a message whose content was removed because it was about a person.
 
-An erasure replaces the body of a message by nothing and its content type by ERASED_CONTENT_TYPE. The codec of another
-content type may return ERASED too, if it has lost what it needs to decode the body.
+The body of such a message is empty, and its content type is ERASED_CONTENT_TYPE. The codec of another content type may
+return ERASED too, if it has lost what it needs to decode the body.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping
 from typing import Any, Final, final
 
@@ -38,12 +36,3 @@ ERASED: Final = Erased()
 def kept_headers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the headers that stay in an erased message."""
     return {name: value for name, value in (headers or {}).items() if name in KEPT_HEADERS}
-
-
-def fingerprint(secret: str, topic: str, key: str) -> str:
-    """Return the keyed hash (HMAC-SHA256, hexadecimal) of a topic's key.
-
-    The list of erasures has this hash instead of the key. Without the secret, the hash of a guessed key cannot be
-    computed.
-    """
-    return hmac.new(secret.encode(), f"{topic}\x00{key}".encode(), hashlib.sha256).hexdigest()

@@ -6,6 +6,8 @@ complete. It replaces bodies, headers, the keys if this is requested, and the te
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +20,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import recall
 from outbox.broker.log.topics import find_topic_id
-from outbox.erasure import ERASED_CONTENT_TYPE, KEPT_HEADERS, fingerprint
+from outbox.erased import ERASED_CONTENT_TYPE, KEPT_HEADERS
 from outbox.transaction import STILL_RUNNING
 
 # At most this many messages are erased by one call of `erase`, so that one statement does not lock rows for long.
@@ -45,6 +47,15 @@ class Erasure:
     def place(self) -> tuple[str, str, str]:
         """The primary key of the erasure."""
         return self.kind, self.topic, self.value
+
+
+def fingerprint(secret: str, topic: str, key: str) -> str:
+    """Return the keyed hash (HMAC-SHA256, hexadecimal) of a topic's key.
+
+    The list of erasures has this hash instead of the key. Without the secret, the hash of a guessed key cannot be
+    computed.
+    """
+    return hmac.new(secret.encode(), f"{topic}\x00{key}".encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

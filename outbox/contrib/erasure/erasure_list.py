@@ -15,8 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from outbox.broker.operations.erasing import Erasure
-from outbox.contrib.django.settings.conf import get_settings, imported
+from outbox.contrib.django.settings.conf import imported, settings_of
+from outbox.contrib.erasure.broker_rows import Erasure
+from outbox.contrib.erasure.settings import ErasureSettings
 from outbox.errors import ConfigurationError, OutboxError, ServiceUnavailable
 
 _NAMES: Final = ("kind", "topic", "value", "replacement", "reason", "at")
@@ -95,10 +96,11 @@ def _sync_folder(folder: Path) -> None:
 
 def store_of_settings() -> ErasureStore | None:
     """Return the store that OUTBOX['ERASURE_LIST'] names; None without this setting. Raises ConfigurationError."""
-    place = get_settings().erasure_list
+    settings = settings_of(ErasureSettings)
+    place = settings.erasure_list
     if place is None:
         return None
-    if get_settings().erasure_secret is None:
+    if settings.erasure_secret is None:
         raise ConfigurationError(
             "OUTBOX['ERASURE_LIST'] is set, but OUTBOX['ERASURE_SECRET'] is not: the list has a keyed hash of each "
             "erased key. Set ERASURE_SECRET to a random text, and keep it for as long as you keep backups."
