@@ -3,8 +3,6 @@
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.encryption"]
 
     publish("customer.moved", {"address": …}, Subject(customer.pk))
-
-See docs/operations/erasure.md.
 """
 
 from __future__ import annotations
