@@ -59,11 +59,6 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     """Like `run`, for a caller that holds the lock of the output folder."""
     options = job.options
     progress = progress or Progress()
-    is_unknown = options.look_back is not None and options.look_back.seconds is None
-    if is_unknown and all(rule.look_back_seconds is None for rule in job.rules.rules):
-        raise UsageProblem(
-            'no rule says how far to look back: write look_back = "7d" in the rules, or give --look-back 7d.'
-        )
     sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     table = None if options.output_table is None else FindingsTable(spark, options.output_table)

@@ -196,7 +196,7 @@ def _look_back_text(rule: Mapping[str, Any]) -> str:
     if last is None:
         return (
             " If a row, message or effect from before this window changed later, the runs have not found the change, "
-            "because no run has looked back (set look_back in the rule)."
+            "because no run has looked back (the rule has look_back = 0s)."
         )
     since = "the beginning" if last["from"] is None else _seconds(last["from"])
     return (

@@ -23,6 +23,7 @@ from .rule import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
     DEFAULT_LOOK_BACK_EVERY_SECONDS,
+    DEFAULT_LOOK_BACK_SECONDS,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
     Acknowledgement,
@@ -291,8 +292,8 @@ class _Reader:
             late_after_seconds=table.seconds("late_after", None),
             stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS) or 0.0,
             bucket_seconds=table.seconds("bucket", None),
-            look_back_seconds=table.seconds("look_back", None),
-            look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)) or 0.0,
+            look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS) or 0.0,
+            look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)),
             allow_empty=table.flag("allow_empty"),
             fields=tuple(self._field(item, at, event, types) for item, at in table.tables("field")),
             groups=tuple(groups),
@@ -301,7 +302,7 @@ class _Reader:
             digest=_digest(value, event, types),
         )
         self._check_bucket(table, rule)
-        if rule.look_back_seconds is None and "look_back_every" in table.values:
+        if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
@@ -329,7 +330,9 @@ class _Reader:
         return f"({given}) AND {named}" if given else named
 
     @staticmethod
-    def _look_back_every(table: TomlTable) -> float:
+    def _look_back_every(table: TomlTable) -> float | None:
+        if "look_back" not in table.values:
+            return None
         has_checksums = "bucket" in table.values
         return DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS if has_checksums else DEFAULT_LOOK_BACK_EVERY_SECONDS
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import RunOptions
 from ..comparison.classify import Window
-from ..rules.rule import Rule
+from ..rules.rule import DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS, Rule
 from ..sources import contract
 from ..sources.archived import ArchivedSource
 from ..sources.base import SourceBoundary
@@ -136,29 +136,35 @@ def _window(
         since = _end_of(previous, rule)
     if since is not None and until is None:
         boundary = max(boundary, since)
-        back = _look_back(rule, options, boundary, _known_rule(previous, rule))
-        since = since if back is None else min(since, boundary - back)
+        back = _look_back(rule, options, since, boundary, _known_rule(previous, rule))
+        since = since if back is None else min(since, back)
     return Window(since, boundary, watermark, is_exact=until is not None)
 
 
 def _look_back(
-    rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
-) -> timedelta | None:
-    """The length of the run's look back. The run judges again all rows whose time is at most this length before
-    `boundary`, the end of the run's window.
+    rule: Rule, options: RunOptions, since: datetime, boundary: datetime, previous: dict[str, Any] | None
+) -> datetime | None:
+    """The time from which the run's look back judges rows again. `since` and `boundary` are the run's window.
+
+    The span of the rule is counted from the last look back. Counted from `boundary`, a row that was added right after
+    the last look back would never be seen if the span is not longer than the time between two of them. The span of
+    --look-back is counted from `boundary`.
 
     The result is None if the rule has no look back and --look-back names none, or if the command has no --look-back and
     no look back of the rule is due.
     """
-    seconds = rule.look_back_seconds
-    if options.look_back is not None:
-        seconds = options.look_back.seconds or seconds
-        return None if seconds is None else timedelta(seconds=seconds)
-    last = None if previous is None else previous.get("looked_back")
-    every = timedelta(seconds=rule.look_back_every_seconds)
-    if seconds is None or (last is not None and boundary - datetime.fromisoformat(last["at"]) < every):
+    if options.look_back is not None and options.look_back.seconds:
+        return boundary - timedelta(seconds=options.look_back.seconds)
+    if not rule.look_back_seconds:
         return None
-    return timedelta(seconds=seconds)
+    known = None if previous is None else previous.get("looked_back")
+    last = None if known is None else datetime.fromisoformat(known["at"])
+    every = rule.look_back_every_seconds
+    if every is None:
+        every = 0.0 if options.batch is None else DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS
+    if options.look_back is None and last is not None and boundary - last < timedelta(seconds=every):
+        return None
+    return min(since, last or since) - timedelta(seconds=rule.look_back_seconds)
 
 
 def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tuple[Window, list[str]]:

@@ -1,16 +1,16 @@
-"""A chain of incremental runs sees changes of judged rows only when it looks back."""
+"""A chain of incremental runs sees changes of judged rows when it looks back: over a day by default."""
 
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spark.cli import parser
-from spark.common.errors import UsageProblem
-from spark.common.options import LookBack, RunOptions
+from spark.common.options import Batch, LookBack, RunOptions
 from spark.rules.file import parse
 from spark.stages import prepare
 from tests.spark.conftest import Reconciler
@@ -47,8 +47,26 @@ def chain(reconcile: Reconciler, world: World, extra: str = "") -> None:
 
 
 @pytest.mark.slow
+def test_a_chain_looks_back_over_a_day_by_default(reconcile: Reconciler, world: World) -> None:
+    """A row and an effect that were written with an older time are found by the next run, if a day is enough."""
+    reconcile.rules(groups=("logistics",))
+    now = datetime.now(UTC)
+    world.add(*(Order(number=number, at=now - HOUR) for number in range(1, 5)))
+    assert reconcile.findings(reconcile.run()) == []
+    late = now - timedelta(minutes=25)
+    world.pay(Order(number=50, at=late))
+    world.pay(Order(number=51, at=late - timedelta(days=2)))
+    world.effect("logistics", 3, late)
+    found = reconcile.run()
+    assert set(reconcile.findings(found)) == {("50", "", "LOST"), ("3", "logistics", "DUPLICATE")}
+    assert set(reconcile.findings(reconcile.run(look_back=LookBack(3 * 86_400)))) == {
+        ("50", "", "LOST"), ("51", "", "LOST"), ("3", "logistics", "DUPLICATE"),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
 def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: World) -> None:
-    chain(reconcile, world)
+    chain(reconcile, world, 'look_back = "0s"')
     without = reconcile.run()
     assert reconcile.findings(without) == []
     page = (reconcile.folder / "out" / "report.html").read_text()
@@ -60,8 +78,6 @@ def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: Wor
     page = (reconcile.folder / "out" / "report.html").read_text()
     assert f"judged the rows from <b>{rule['since'][:10]}" in page
     assert set(reconcile.findings(reconcile.run())) == FAULTS, "they stay open"
-    with pytest.raises(UsageProblem, match="no rule says how far to look back: write look_back"):
-        reconcile.run(look_back=LookBack())
 
 
 @pytest.mark.soak
@@ -106,11 +122,30 @@ def test_one_setting_schedules_a_look_back(extra: str, hours: int) -> None:
     assert (rule.look_back_seconds, rule.look_back_every_seconds) == (7 * 86_400, hours * 3_600)
 
 
-def test_a_rule_without_look_back_runs_without_it() -> None:
-    text = RULES.format(extra='look_back = "7d"', groups="")
-    second = text[text.index("[[rule]]") :].replace('name = "order-paid"', 'name = "other"').replace("look_back", "# ")
+@pytest.mark.parametrize(
+    ("written", "given", "last", "hours"),
+    [
+        ("", {}, 1, 1 + 24),
+        ("", {}, 48, 48 + 24),
+        ("", {}, None, 1 + 24),
+        ("", {"batch": Batch("query", 1)}, 0.5, None),
+        ("", {"batch": Batch("query", 1)}, 1, 1 + 24),
+        ('look_back = "0s"', {}, 1, None),
+        ('look_back = "0s"', {"look_back": LookBack()}, 1, None),
+        ('look_back = "0s"', {"look_back": LookBack(3_600)}, 1, 1),
+        ('look_back = "7d"', {}, 23, None),
+        ('look_back = "7d"', {"look_back": LookBack()}, 1, 1 + 7 * 24),
+        # A row that was added right after the last look back, as old as the span, is judged by the next one.
+        ('look_back = "1d"', {}, 24, 24 + 24),
+    ],
+)
+def test_from_when_a_run_looks_back(
+    written: str, given: dict[str, Any], last: float | None, hours: float | None
+) -> None:
+    """`last` and `hours` are hours before the end of the window: the last look back, and the begin of this one."""
     environment = {"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}
-    looking, other = parse(text + second, environment=environment).rules
-    options = RunOptions(rules=Path("reconcile.toml"), output="out", look_back=LookBack())
-    assert prepare._look_back(looking, options, START, None) == timedelta(days=7)
-    assert prepare._look_back(other, options, START, None) is None
+    (rule,) = parse(RULES.format(extra=written, groups=""), environment=environment).rules
+    options = RunOptions(rules=Path("reconcile.toml"), output="out", **given)
+    known = None if last is None else {"looked_back": {"at": (START - last * HOUR).isoformat(), "from": None}}
+    since = prepare._look_back(rule, options, START - HOUR if last != 0.5 else START - HOUR / 2, START, known)
+    assert since == (None if hours is None else START - hours * HOUR)
