@@ -69,9 +69,12 @@ def _converter(event: EventRule, *, is_masked: bool) -> Callable[..., tuple[str 
             )
         try:
             found = json.loads(body)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError:
             # The comparison says what is wrong with the text.
             return body, None
+        except (ValueError, RecursionError) as error:
+            # Python's parser has limits for the depth and for the digits of a number.
+            return None, str(error)
         try:
             for change in chain:
                 found = change(found)

@@ -133,28 +133,30 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
     the column `bad`, and a message whose content is erased, encrypted or stored outside of the broker has ERASED.
 
-    On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses, or
-    that may contain more than one document. The compared texts are then in their bounded form, as those of the rows.
+    On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses or
+    may read wrongly, or that may contain more than one document. The compared texts are then in their bounded form, as
+    those of the rows.
     """
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
     # the next step uses it many times.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string"))
     parsed = parsed.withColumn("document", F.try_parse_json("text" if is_exact else _enclosed(text)))
+    if is_exact:
+        parsed = parsed.withColumn("again", _read_again(text, rule))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     if is_exact:
-        refused = _refused(text, document, rule)
-        is_damaged = ~F.is_valid_utf8(text) | (refused != "")
-        if not rule.fields:
-            is_damaged = ~F.is_valid_utf8(text) | refused.startswith(json_text.NOT_JSON)
+        is_damaged = ~F.is_valid_utf8(text) | (F.coalesce("again.problem", F.lit("")) != "")
     else:
         is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
-    paths = [json_path(field) if is_exact else f"$[0]{json_path(field)[1:]}" for field in rule.fields]
-    texts = {f"b{n}": _text_at(document, path) for n, path in enumerate(paths)}
+    if is_exact:
+        texts = {f"b{number}": value for number, value in enumerate(_texts(document, F.col("again"), rule))}
+    else:
+        texts = {f"b{n}": _text_at(document, f"$[0]{json_path(field)[1:]}") for n, field in enumerate(rule.fields)}
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
-    read = parsed.withColumns(columns).drop("text", "document")
+    read = parsed.withColumns(columns).drop("text", "document", "again")
     raw = [F.col(name) for name in texts]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     values = _bounded(values, rule) if is_exact else values
@@ -199,15 +201,26 @@ def _is_suspicious(text: Column, enclosed: Column, rule: Rule) -> Column:
     return ~is_whole | ~is_object | F.coalesce(has_half, F.lit(False))
 
 
-def _refused(text: Column, document: Column, rule: Rule) -> Column:
-    """The error in a body that is suspicious or cannot be parsed; '' if there is none."""
-    is_object = bool(rule.fields)
-    why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
+def _read_again(text: Column, rule: Rule) -> Column:
+    """For a body that is suspicious or that Spark cannot parse, what the parser of this package reads: `problem` and
+    `texts`. Null for all other bodies."""
+    is_object, paths = bool(rule.fields), [tuple(field.body.split(".")) for field in rule.fields]
+    read = F.udf(
+        lambda body: None if body is None else json_text.read(body, paths, is_object=is_object),
+        "problem string, texts array<string>",
+    )
     # Spark calls a Python function for every row, even inside of WHEN. So for a body that is not suspicious, the
     # function gets null instead of the body.
     is_suspicious = _is_suspicious(text, F.try_parse_json(_enclosed(text)), rule)
-    found = F.coalesce(why(F.when(F.is_valid_utf8(text) & is_suspicious, text)), F.lit(""))
-    return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
+    return read(F.when(F.is_valid_utf8(text) & is_suspicious, text))
+
+
+def _texts(document: Column, again: Column, rule: Rule) -> list[Column]:
+    """The texts of the compared fields; `again` is the result of `_read_again`."""
+    return [
+        F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(_text_at(document, json_path(field)))
+        for number, field in enumerate(rule.fields)
+    ]
 
 
 def way() -> Column:
@@ -248,8 +261,9 @@ def row_values(rule: Rule) -> list[Column]:
 
 def body_values(rule: Rule) -> list[Column]:
     """The compared fields of message bodies, as texts in their comparable form; long texts are bounded."""
-    document = F.try_parse_json(F.col("body").cast("string"))
-    values = [from_body(_text_at(document, json_path(field)), field) for field in rule.fields]
+    text = F.col("body").cast("string")
+    texts = _texts(F.try_parse_json(text), _read_again(text, rule), rule)
+    values = [from_body(column, field) for column, field in zip(texts, rule.fields, strict=True)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(_bounded(values, rule))]
 
 
@@ -264,17 +278,15 @@ def why_unreadable(rule: Rule) -> Column:
     """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if the whole body can
     be read."""
     text = F.col("body").cast("string")
-    document = F.try_parse_json(text)
+    again = _read_again(text, rule)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = [_text_at(document, json_path(field)) for field in rule.fields]
+    raw = _texts(F.try_parse_json(text), again, rule)
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.when(F.col("content_type").startswith(NOT_CONVERTED), F.col("content_type")).otherwise(
         F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
     )
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
-    refused = _refused(text, document, rule)
-    is_refused = refused != "" if rule.fields else refused.startswith(json_text.NOT_JSON)
-    reason = F.when(is_refused, refused).otherwise(reason)
+    reason = F.when(again["problem"] != "", again["problem"]).otherwise(reason)
     reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
     reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
     reason = F.when(F.col("content_type").isin(*ERASED_TYPES), "").otherwise(reason)

@@ -1,19 +1,16 @@
-"""Finds the reason why Spark's parser refuses a text: it is not JSON (RFC 8259), or it exceeds a limit of the parser.
+"""Reads the few bodies that Spark's parser refuses. Spark limits depth, names, numbers and texts; RFC 8259 does not.
 
-The code is in Python and slow, so a run uses it only for the few texts that Spark's parser refuses. The code reads a
-text without recursion.
+The code is in Python and slow, so a run uses it only for texts that Spark's parser refuses or may read wrongly. It
+reads a text without recursion.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from typing import Final
 
-# The limits of Spark's JSON parser (Jackson's StreamReadConstraints).
-MAX_DEPTH: Final = 1_000
-MAX_NUMBER: Final = 1_000
-MAX_NAME: Final = 50_000
-MAX_STRING: Final = 20_000_000
 NOT_JSON: Final = "the body is not "
 _STRING: Final = r'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+'
 _TOKEN: Final = re.compile(
@@ -23,48 +20,91 @@ _TOKEN: Final = re.compile(
 _BROKEN_STRING: Final = re.compile(_STRING)
 _ESCAPE: Final = re.compile(r"\\(?:u(?P<unit>[0-9a-fA-F]{4})|.)", re.DOTALL)
 _BLANK: Final = re.compile(r"[ \t\n\r]*+")
+_DECIMAL: Final = re.compile(r"-?[0-9]++\.[0-9]++")
+
+Path = tuple[str, ...]
 
 
 class _Malformed(Exception):
     """The input is not JSON. The text of this exception names the error."""
 
 
-def why_refused(text: str, *, is_object: bool) -> str:
-    """The error in a body, or the limit of Spark's parser that the body exceeds; '' if Spark can read the body.
+def read(text: str, paths: Sequence[Path], *, is_object: bool) -> tuple[str, list[str | None]]:
+    """The error in a body ('' if there is none), and the texts of the values at `paths` (None if there is no value).
 
-    With `is_object`, the body must be one JSON object. If the body is not JSON, the result starts with NOT_JSON.
+    With `is_object`, the body must be one JSON object. If the body is not JSON, the error starts with NOT_JSON. Of
+    values with one name in an object, the last one counts.
     """
+    found: dict[Path, str | None] = {}
     try:
-        limit = _read(text, is_object=is_object)
+        _read(text, {path[:length] for path in paths for length in range(1, len(path) + 1)}, found, is_object=is_object)
     except _Malformed as problem:
-        return f"{NOT_JSON}{problem}"
-    return f"the body is JSON, but Spark cannot parse it: {limit}" if limit else ""
+        return f"{NOT_JSON}{problem}", [None] * len(paths)
+    for path in paths:
+        unit = _lone_surrogate(found.get(path) or "")
+        if unit:
+            problem = f"{'.'.join(path)} has one half of a surrogate pair, \\u{unit}, which no text of a database has"
+            return problem, [None] * len(paths)
+    return "", [_plain(found.get(path)) for path in paths]
 
 
-def _read(text: str, *, is_object: bool) -> str:
-    """Read one JSON text, and return the limit of Spark's parser that the text exceeds; '' if it exceeds none. Raises
-    _Malformed."""
+def _read(text: str, wanted: set[Path], found: dict[Path, str | None], *, is_object: bool) -> None:
+    """Read one JSON text, and add the texts of the values at the paths `wanted` to `found`. Raises _Malformed."""
     if text.startswith("\ufeff"):
         raise _Malformed("JSON: it begins with a byte order mark")
     stack: list[str] = []
-    expected, limit, place = "value", "", 0
+    # For each open object or array: its path (None if it is not wanted), and its begin.
+    places: list[tuple[Path | None, int]] = []
+    path: Path | None = ()
+    expected, place = "value", 0
     while expected != "nothing":
         token = _TOKEN.match(text, place)
         if token is None:
             raise _Malformed(f"JSON: {_broken(text, place)}")
-        kind, value = str(token.lastgroup), token[str(token.lastgroup)]
+        kind, value, start = str(token.lastgroup), token[str(token.lastgroup)], token.start(str(token.lastgroup))
         if is_object and not stack and value != "{":
             raise _Malformed("one JSON object")
-        limit = limit or _limit(kind, value, len(stack), is_name=expected in ("name", "name or }"))
+        depth, is_name = len(stack), kind == "string" and expected in ("name", "name or }")
         after = _step(expected, kind, value, stack)
         if after is None:
-            raise _Malformed(f"JSON: {expected} is expected {_at(text, token.start(kind))}")
+            raise _Malformed(f"JSON: {expected} is expected {_at(text, start)}")
+        if is_name:
+            outer = places[-1][0]
+            path = None if outer is None else (*outer, json.loads(value))
+            path = path if path in wanted else None
+        elif len(stack) > depth:
+            _forget(path, found)
+            places.append((path, start))
+            path = None
+        elif len(stack) < depth:
+            inner, begin = places.pop()
+            if inner:
+                found[inner] = text[begin : token.end()]
+        elif path and expected == "value" and kind != "mark":
+            _forget(path, found)
+            found[path] = value
+            path = None
         expected, place = after, token.end()
     rest = _BLANK.match(text, place)
     place = place if rest is None else rest.end()
     if place < len(text):
         raise _Malformed(f"one JSON {'object' if is_object else 'text'}: it goes on {_at(text, place)}")
-    return limit
+
+
+def _forget(path: Path | None, found: dict[Path, str | None]) -> None:
+    """Remove the values of an earlier member with the same name."""
+    if path:
+        for known in [known for known in found if known[: len(path)] == path]:
+            del found[known]
+
+
+def _plain(value: str | None) -> str | None:
+    """The text that Spark gives for a value, which is a token or a text of JSON."""
+    if value is None or value == "null":
+        return None
+    if value.startswith('"'):
+        return str(json.loads(value))
+    return value.rstrip("0").rstrip(".") if _DECIMAL.fullmatch(value) else value
 
 
 def _step(expected: str, kind: str, value: str, stack: list[str]) -> str | None:
@@ -93,22 +133,6 @@ def _step(expected: str, kind: str, value: str, stack: list[str]) -> str | None:
 
 def _after_value(stack: list[str]) -> str:
     return "',' or the end" if stack else "nothing"
-
-
-def _limit(kind: str, value: str, depth: int, *, is_name: bool) -> str:
-    if kind == "mark":
-        too_deep = value in "{[" and depth >= MAX_DEPTH
-        return f"it is nested more than {MAX_DEPTH:,} levels deep" if too_deep else ""
-    if kind == "number":
-        long = len(value) > MAX_NUMBER
-        return f"a number has {len(value):,} characters, of {MAX_NUMBER:,} that it reads" if long else ""
-    if kind != "string":
-        return ""
-    most = MAX_NAME if is_name else MAX_STRING
-    if len(value) - 2 > most:
-        return f"a {'name' if is_name else 'text'} has {len(value) - 2:,} characters, of {most:,} that it reads"
-    unit = _lone_surrogate(value) if "\\u" in value else ""
-    return f"a text has one half of a surrogate pair, \\u{unit} (PostgreSQL's jsonb refuses it too)" if unit else ""
 
 
 def _lone_surrogate(string: str) -> str:

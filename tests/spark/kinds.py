@@ -87,6 +87,10 @@ class Case:
         values = {name: value for name, value in {**self.body, **fields}.items() if value is not ...}
         self.write(json.dumps(values, ensure_ascii=False))
 
+    def edit_text(self, end: str) -> None:
+        """Replace the last bracket of the body."""
+        self.write(json.dumps(self.body, ensure_ascii=False)[:-1] + end)
+
     def undecide(self) -> uuid.UUID:
         """Remove the decision of the order's message, and its queue entry; return the transaction id."""
         log_id = self.log_id
@@ -255,9 +259,6 @@ def _unreadable() -> Iterator[Kind]:
         "with a comma at the end": lambda good: good[:-1] + ",}",
         "with NaN": lambda good: good[:-1] + ', "x": NaN}',
         "with a control character in a text": lambda good: good[:-1] + ', "x": "\t"}',
-        "nested 1,100 levels deep": lambda good: good[:-1] + ', "x": ' + "[" * 1_100 + "]" * 1_100 + "}",
-        "with a number of 1,001 digits": lambda good: good[:-1] + ', "x": ' + "1" * 1_001 + "}",
-        "with half a surrogate pair": lambda good: good[:-1] + ', "x": "\\ud800"}',
     }
     for name, changed in bodies.items():
         yield Kind(name=f"UNREADABLE: the body is {name}", plant=_own("UNREADABLE", _written(changed)))
@@ -449,6 +450,11 @@ def _harmless() -> Iterator[Kind]:
         "the amount is a number": lambda case: case.edit(total=float(case.body["total"])),
         "the amount has an exponent": lambda case: case.edit(total=f"{int(float(case.body['total']) * 100)}e-2"),
         "the amount has more zeros": lambda case: case.edit(total=case.body["total"] + "000"),
+        "the body is nested 1,200 levels deep": lambda case: case.edit_text(
+            ', "x": ' + "[" * 1_200 + "]" * 1_200 + "}"
+        ),
+        "the body has a number of 1,500 digits": lambda case: case.edit_text(', "x": ' + "1" * 1_500 + "}"),
+        "the body has half a surrogate pair": lambda case: case.edit_text(', "x": "\\ud800"}'),
         "the time has another offset": offset,
         "the right one of two equal names is the last": lambda case: case.write(
             '{"total": "0.01", ' + json.dumps(case.body)[1:]

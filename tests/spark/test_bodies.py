@@ -67,3 +67,32 @@ def test_why_not_from_json(spark_session: SparkSession) -> None:
     as_decimal = dict(zip(most, by_from_json(spark, most, "decimal(38,12)"), strict=True))
     assert as_text["1234567.000000000001"] == Decimal(1234567), "a wrong amount, found equal"
     assert as_decimal['"1,5"'] == Decimal(15), "a false amount, without a sign of it"
+
+
+LONG = 25_000_000
+HARD = {
+    "1,200 levels": '{"total": 12.50, "x": ' + "[" * 1_200 + "]" * 1_200 + "}",
+    "1,500 digits": '{"total": "12.5", "x": ' + "1" * 1_500 + "}",
+    "1,500 digits of the value": '{"total": 12.5' + "0" * 1_500 + "}",
+    "half a surrogate pair": '{"x": "\\ud800", "total": 12.5}',
+    "a name of 60,000 letters": '{"' + "x" * 60_000 + '": 1, "total": 12.5}',
+    "25 MB": '{"total": 12.5, "x": "LONG"}',
+}
+
+
+@pytest.mark.timeout(300)
+def test_bodies_beyond_the_limits_of_spark_are_compared_on_the_second_look(spark_session: SparkSession) -> None:
+    """The first look suspects them. Row and body agree, so the second look finds no fault."""
+    rows = [(name, body, "application/json", "committed") for name, body in HARD.items()]
+    found = spark_session.createDataFrame(rows, "key string, text string, content_type string, state string")
+    body = F.replace("text", F.lit("LONG"), F.repeat(F.lit("y"), F.lit(LONG))).cast("binary")
+    times = {name: F.lit(None).cast("timestamp") for name in ("at", "decided_at", "deliver_at")}
+    messages = found.withColumns({**times, "body": body, "log_id": F.lit(1).cast("bigint")}).drop("text")
+    row = spark_session.createDataFrame([("k", 0, None, "12.50")], "key string, kind int, at timestamp, f0 string")
+    (expected,) = evidence.table_side(row, RULE).select("hash").collect()
+    first = evidence.broker_side(messages, RULE).select("key", "bad").collect()
+    assert {row["key"]: row["bad"] for row in first} == dict.fromkeys(HARD, 1)
+    second = evidence.broker_side(messages, RULE, is_exact=True).select("key", "bad", "hash").collect()
+    assert {row["key"]: (row["bad"], row["hash"]) for row in second} == dict.fromkeys(HARD, (0, expected["hash"]))
+    shown = messages.where("key <> '25 MB'").select(*evidence.body_values(RULE), evidence.why_unreadable(RULE))
+    assert {(Decimal(row["v0"]), row["why"]) for row in shown.collect()} == {(Decimal("12.5"), "")}
