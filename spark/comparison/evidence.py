@@ -30,7 +30,7 @@ from ..common.safe_text import quoted
 from ..rules import masking
 from ..rules.rule import FieldType, Rule
 from ..sources import bounded, contract
-from ..sources.values import NUMBER, from_body, from_column, json_path
+from ..sources.values import NUMBER, from_body, from_column, json_path, lost_decimals
 from . import json_text
 from .conversion import NOT_CONVERTED
 
@@ -103,6 +103,7 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         _bad(raw, values).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         *([F.lit(ATOMIC).alias("way")] if rule.counts_each_message else []),
+        *_lost_decimals(raw, values, rule),
         *_compared(values, rule),
     )
 
@@ -120,6 +121,7 @@ def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
         F.lit(0).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         F.lit(ATOMIC).alias("way"),
+        *_lost_decimals([nothing] * len(rule.fields), [nothing] * len(rule.fields), rule),
         *_compared([from_column(nothing, field) for field in rule.fields], rule),
     )
 
@@ -174,6 +176,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         .alias("bad"),
         *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
         *([way().alias("way")] if rule.counts_each_message else []),
+        *_lost_decimals(raw, values, rule),
         *_compared(values, rule),
     )
 
@@ -379,6 +382,9 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         F.sum(F.greatest("bad", F.lit(0))).alias("unreadable"),
         F.count_if(F.col("bad") == ERASED).alias("erased"),
     ]
+    if rule.has_numbers:
+        aggregates.append(F.max(F.when(is_row, F.col("lost"))).alias("row_lost"))
+        aggregates.append(F.max_by("lost", age).alias("message_lost"))
     for number in range(len(rule.near_fields)):
         value = F.col(f"n{number}")
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
@@ -475,6 +481,24 @@ def _compared(values: list[Column], rule: Rule) -> list[Column]:
     near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]
     numbers = [value.try_cast(NUMBER).alias(f"n{number}") for number, value in enumerate(near)]
     return [hashed.alias("hash"), *numbers]
+
+
+def _lost_decimals(raw: list[Column], values: list[Column], rule: Rule) -> list[Column]:
+    """The hash of the numbers that have more decimals than are compared; an empty list if the rule has no number."""
+    if not rule.has_numbers:
+        return []
+    lost = [
+        lost_decimals(before, after)
+        for before, after, field in zip(raw, values, rule.fields, strict=True)
+        if field in rule.exact_fields and field.type in (FieldType.INTEGER, FieldType.DECIMAL)
+    ]
+    return [reduce(lambda seed, value: seed.bitwiseXOR(value), lost).alias("lost")]
+
+
+def is_equal_by_rounding() -> Column:
+    """Whether the compared fields of row and message are equal only because their numbers were rounded."""
+    is_equal = (F.col("row_hash") == F.col("message_hash")) & (F.col("unreadable") == 0) & (F.col("erased") == 0)
+    return F.coalesce(is_equal & (F.col("row_lost") != F.col("message_lost")), F.lit(False))
 
 
 def _bad(raw: list[Column], values: list[Column]) -> Column:

@@ -43,8 +43,8 @@ def read(text: str, paths: Sequence[Path], *, is_object: bool) -> tuple[str, lis
     for path in paths:
         unit = _lone_surrogate(found.get(path) or "")
         if unit:
-            problem = f"{'.'.join(path)} has one half of a surrogate pair, \\u{unit}, which no text of a database has"
-            return problem, [None] * len(paths)
+            reason = f"{'.'.join(path)} has one half of a surrogate pair, \\u{unit}, which no text of a database has"
+            return reason, [None] * len(paths)
     return "", [_plain(found.get(path)) for path in paths]
 
 

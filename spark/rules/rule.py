@@ -25,7 +25,7 @@ class FieldType(enum.StrEnum):
     TIMESTAMP = "timestamp"
     """A time with microseconds. If a text has no UTC offset, its time is in UTC."""
     DATE = "date"
-    """A date in ISO 8601."""
+    """A date in ISO 8601. If a text has a time of day too, its date is that of its time in UTC."""
     UUID = "uuid"
     """A UUID, compared in lower case."""
 
@@ -210,6 +210,11 @@ class Rule:
     def exact_fields(self) -> tuple[FieldRule, ...]:
         """Fields without a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is None)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the rule compares a number without a tolerance, so that rounding may decide."""
+        return any(field.type in (FieldType.INTEGER, FieldType.DECIMAL) for field in self.exact_fields)
 
     @property
     def has_conditional_groups(self) -> bool:

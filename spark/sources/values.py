@@ -88,9 +88,19 @@ def checked_moment(text: Column, what: str) -> Column:
 
 
 def date(text: Column) -> Column:
-    """The date in a text with a full date, with or without a time of day; null for other texts."""
+    """The date in a text with a full date; of a text with a time of day, the date in UTC. Null for other texts."""
     is_usual = (F.length(text) == 10) & _is_dashed(text)
-    return F.when(is_usual | text.rlike(_DAY + _WITH_TIME), text.try_cast("date"))
+    # The cast of such a text to a date would leave out its time and its offset.
+    of_time = F.when(text.rlike(_DAY + _WITH_TIME), text.try_cast("timestamp").cast("date"))
+    return F.when(is_usual, text.try_cast("date")).otherwise(of_time)
+
+
+def lost_decimals(value: Column, compared: Column) -> Column:
+    """A hash of a number that has more decimals than its comparable form; 0 for other numbers."""
+    # Few texts are longer, so most numbers are not read a second time.
+    is_long = (F.length(value) > NUMBER.scale + 1) | value.contains("e") | value.contains("E")
+    exact = F.when(is_long, value.try_cast("double"))
+    return F.when(exact != compared.cast("double"), F.xxhash64(exact)).otherwise(F.lit(0).cast("bigint"))
 
 
 def number(text: Column, kind: DecimalType) -> Column:

@@ -16,6 +16,7 @@ from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
+from ..sources.values import NUMBER
 from . import sides
 from .checksums import ComparedChecksums
 from .job import Job, check_parts
@@ -46,11 +47,19 @@ class ScannedRule:
     messages: int
     counts: Counts
     volume: Volume
+    rounded: int = 0
+    """The number of keys whose row and message are equal only because their numbers were rounded."""
 
     @property
     def notes(self) -> list[str]:
         """The notes of the stages prepare, compare and scan."""
-        return [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
+        notes = [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
+        if self.rounded:
+            notes.append(
+                f"rounding: numbers are compared with {NUMBER.scale} decimals. In {self.rounded} keys, row and message "
+                f"have different numbers that are equal when rounded"
+            )
+        return notes
 
     def saw(self, *classes: classify.FindingClass) -> bool:
         """Whether the first look gave a subject one of these classes."""
@@ -82,6 +91,7 @@ def scan(
         messages=looked.messages,
         counts=looked.counts,
         volume=counted,
+        rounded=looked.rounded,
     )
 
 
@@ -94,6 +104,7 @@ class _Look:
     messages: int
     counts: Counts
     span_seconds: float | None = None
+    rounded: int = 0
 
 
 def _look(
@@ -109,6 +120,8 @@ def _look(
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
+    if rule.has_numbers:
+        judged.append(F.count_if((F.col("holds") != 0) & evidence.is_equal_by_rounding()).alias("rounded"))
     found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
     written = Observation(f"suspects {rule.name}")
     with readable_errors(f"reading the tables of rule {rule.name!r}"):
@@ -123,7 +136,8 @@ def _look(
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
     span = None if seen["span"] is None else seen["span"] / 1_000_000
-    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
+    rounded = int(seen["rounded"] or 0) if rule.has_numbers else 0
+    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span, rounded)
 
 
 def _no_counts(rule: Rule) -> Counts:

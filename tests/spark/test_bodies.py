@@ -10,7 +10,8 @@ from pyspark.sql import functions as F
 
 from spark.comparison import evidence
 from spark.rules.rule import FieldRule, FieldType, Rule
-from spark.sources.values import NOT_FINITE, NUMBER
+from spark.sources.values import NOT_FINITE, NUMBER, from_body
+from tests.spark.world import START
 
 RULE = Rule(
     name="r",
@@ -67,6 +68,55 @@ def test_why_not_from_json(spark_session: SparkSession) -> None:
     as_decimal = dict(zip(most, by_from_json(spark, most, "decimal(38,12)"), strict=True))
     assert as_text["1234567.000000000001"] == Decimal(1234567), "a wrong amount, found equal"
     assert as_decimal['"1,5"'] == Decimal(15), "a false amount, without a sign of it"
+
+
+DAYS = {
+    "2025-06-01": "2025-06-01",
+    "2025-06-01T10:00:00Z": "2025-06-01",
+    "2025-06-01T10:00:00": "2025-06-01",
+    "2025-06-01T23:30:00-02:00": "2025-06-02",
+    "2025-06-01 00:30:00.000001+05:45": "2025-05-31",
+    "2025-06-01T25:00:00Z": None,
+    "2025-06": None,
+}
+
+
+def test_the_date_of_a_time_is_that_of_its_moment_in_utc(spark_session: SparkSession) -> None:
+    """2025-06-01T23:30:00-02:00 beside the date column 2025-06-01 were equal, although its day in UTC is another."""
+    texts = spark_session.createDataFrame([(text,) for text in DAYS], "text string")
+    field = FieldRule(column="day", body="day", type=FieldType.DATE)
+    rows = texts.select("text", from_body(F.col("text"), field).cast("string").alias("day")).collect()
+    assert {row["text"]: row["day"] for row in rows} == DAYS
+
+
+@pytest.mark.timeout(120)
+def test_what_rounding_made_equal_is_counted(spark_session: SparkSession) -> None:
+    """1e-15 and 2e-15 are equal with twelve decimals. The run says so; it says nothing of two forms of one number."""
+    pairs = {
+        ("0.000000000000001", "2e-15"): True,
+        ("0.000000000000001", "0"): True,
+        ("1.0000000000004", "1"): True,
+        ("0.000000000000001", "1e-15"): False,
+        ("0.000000000000001000", '"0.000000000000001"'): False,
+        ("12.50", "12.5"): False,
+        ("12345678901234567.25", "12345678901234567.25"): False,
+        ("1e2", "100"): False,
+        ("12.50", "12.51"): False,
+        ("12.50", "null"): False,
+    }
+    rows = [(f"{n}", 0, START, ours) for n, (ours, _) in enumerate(pairs)]
+    sent = [(f"{n}", f'{{"total": {theirs}}}', "application/json", "committed", START, START, n)
+            for n, (_, theirs) in enumerate(pairs)]  # fmt: skip
+    columns = (
+        "key string, body string, content_type string, state string, at timestamp, decided_at timestamp, log_id bigint"
+    )
+    messages = spark_session.createDataFrame(sent, columns).withColumns(
+        {"body": F.col("body").cast("binary"), "deliver_at": F.lit(None).cast("timestamp")}
+    )
+    table = spark_session.createDataFrame(rows, "key string, kind int, at timestamp, f0 string")
+    gathered = evidence.gather([evidence.table_side(table, RULE), evidence.broker_side(messages, RULE)], RULE, START)
+    found = gathered.select("key", evidence.is_equal_by_rounding().alias("is_rounded")).collect()
+    assert {tuple(pairs)[int(row["key"])]: row["is_rounded"] for row in found} == pairs
 
 
 LONG = 25_000_000

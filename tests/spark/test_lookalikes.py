@@ -96,7 +96,7 @@ def test_values_are_those_that_python_reads() -> None:
 
 @pytest.mark.slow
 def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: Reconciler, world: World) -> None:
-    """Two documents in one body, and JSON beyond Spark's limits, which is no finding; texts that look alike; a time of day for a time."""
+    """Two documents in one body; JSON beyond Spark's limits, which is no fault; texts that look alike."""
     world.add(*(Order(number=number) for number in range(1, 9)), Order(number=90, at=START + timedelta(hours=1)))
     good = Order(number=1).body.decode()
 

@@ -35,6 +35,7 @@ def test_values_that_are_rare_are_compared_or_named(reconcile: Reconciler, world
         3: ("1e300", "1e300"),
         4: ("Infinity", "inf"),
         6: ("-inf", "NaN"),
+        7: ("0.000000000000001", "2e-15"),
     }
     world.add(
         *(Order(number=number) for number in (*numbers, 5, *LOST)), Order(number=90, at=START + timedelta(hours=1))
@@ -49,6 +50,9 @@ def test_values_that_are_rare_are_compared_or_named(reconcile: Reconciler, world
         text=RULES.format(extra="", groups="").replace('when = "paid_at IS NOT NULL"', "when = \"status = 'paid'\"")
     )
     result = reconcile.run()
+    rounding = "In 1 keys, row and message have different numbers that are equal when rounded"
+    assert any(rounding in note for note in result["rules"][0]["notes"])
+    assert rounding in (reconcile.folder / reconcile.output / "report.html").read_text()
     rows = {row["key"]: row for row in reconcile.rows(result)}
     assert {key: row["class"] for key, row in rows.items()} == {
         "2": "MISMATCH", "3": "UNREADABLE", "5": "ORPHAN", "6": "MISMATCH", **dict.fromkeys(map(str, LOST), "LOST"),
