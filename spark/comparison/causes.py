@@ -1,7 +1,7 @@
 """The causes of findings. All findings with the same rule, class, group and detail have one cause.
 
-The detail of a MISMATCH is the name of the column that differs. The detail of an UNDELIVERED is the state of the
-delivery. The findings of other classes have no detail.
+The detail of a MISMATCH, WRONG_EFFECT or WRONG_SUM is the name of the column that differs. The detail of an UNDELIVERED
+is the state of the delivery. The findings of other classes have no detail.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _SEVERITIES: Final = ("critical", "warning", "info")
 _ORDER: Final = {name.value: place for place, name in enumerate(classify.CLASSES)}
 # The classes for which a plan has a step that `outbox_repair` applies.
 _MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
+# The classes whose detail is the column that differs.
+_BY_COLUMN: Final = (FindingClass.MISMATCH.value, FindingClass.WRONG_EFFECT.value, FindingClass.WRONG_SUM.value)
 CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
@@ -34,7 +36,7 @@ def column() -> Column:
     """The details of a finding (array<string>), never empty. A MISMATCH has one detail per column that differs."""
     of_delivery = F.array(F.coalesce("delivery", F.lit("")))
     return (
-        F.when((F.col("class") == FindingClass.MISMATCH.value) & (F.size("mismatched") > 0), F.col("mismatched"))
+        F.when(F.col("class").isin(*_BY_COLUMN) & (F.size("mismatched") > 0), F.col("mismatched"))
         .when(F.col("class") == FindingClass.UNDELIVERED.value, of_delivery)
         .otherwise(F.array(F.lit("")))
     )
@@ -44,8 +46,7 @@ def _details(finding: Mapping[str, Any]) -> list[str]:
     """The same as `column`, for a finding that was read from the findings file."""
     if finding["class"] == FindingClass.UNDELIVERED.value:
         return [finding["delivery"] or ""]
-    is_mismatch = finding["class"] == FindingClass.MISMATCH.value
-    return (is_mismatch and finding.get("mismatched")) or [""]
+    return (finding["class"] in _BY_COLUMN and finding.get("mismatched")) or [""]
 
 
 def ids_of(finding: Mapping[str, Any]) -> list[str]:
@@ -107,7 +108,7 @@ class Cause:
         """The cause in a few words, without its number of findings."""
         of_group = f", group {self.group}" if self.group else ""
         text = f"{self.finding_class} of rule {self.rule}{of_group}"
-        if self.finding_class == FindingClass.MISMATCH.value and self.detail:
+        if self.finding_class in _BY_COLUMN and self.detail:
             return f"{text}, column {self.detail}"
         return f"{text}, delivery {self.detail or 'unknown'}" if self._is_undelivered else text
 
@@ -212,8 +213,8 @@ def _commands(
         return [check, *(f"{manage} outbox_message redeliver {each} --group {group}" for each in ids)]
     if name is FindingClass.LATE:
         return [f"{manage} outbox_status"]
-    if name in (FindingClass.ORPHAN, FindingClass.UNREADABLE, FindingClass.DUPLICATE) and re.fullmatch(
-        UUID, message_id
-    ):
+    wrong = (FindingClass.WRONG_EFFECT, FindingClass.WRONG_SUM, FindingClass.EARLY)
+    traced = (FindingClass.ORPHAN, FindingClass.UNREADABLE, FindingClass.DUPLICATE, *wrong)
+    if name in traced and re.fullmatch(UUID, message_id):
         return [trace.replace("{message_id}", message_id)]
     return []

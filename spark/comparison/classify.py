@@ -17,7 +17,8 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from ..rules.rule import Messages, Rule
+from ..rules.rule import FieldRule, Messages, Rule
+from .evidence import exact_places, near_places
 
 
 class FindingClass(enum.StrEnum):
@@ -39,6 +40,12 @@ class FindingClass(enum.StrEnum):
     """A group has written no effect within the limit that the rule declares for the group."""
     MISMATCH = "MISMATCH"
     """A compared field differs."""
+    WRONG_EFFECT = "WRONG_EFFECT"
+    """An effect has another value than its message."""
+    WRONG_SUM = "WRONG_SUM"
+    """The values of a message's effects do not add up to the value of the message."""
+    EARLY = "EARLY"
+    """An effect is older than its row, by more than the rule's grace."""
     LATE = "LATE"
     """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
@@ -151,7 +158,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     """For each class, the condition under which a key has this class in the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
-    has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
+    has_table, is_sent = group.table is not None, _is_sent(window.looks_at)
     # A handler may do nothing for an erased message.
     is_owed = _is_owed(rule, number) & (F.col("erased") == 0)
     expected = is_sent & is_owed & (F.col(f"timed_out_{number}") < _live())
@@ -160,14 +167,23 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
     unhandled, overdue_one = _unhandled(rule, number, window)
+    is_compared = is_sent & (effects > 0) & (F.col("erased") == 0) & (F.col("unreadable") == 0)
+    is_wrong, is_short = _sums(rule, number)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
-        FindingClass.DUPLICATE: is_sent & (effects > _live()),
+        FindingClass.DUPLICATE: is_sent & (effects > _live()) & F.lit(not group.sum_effect),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
+        FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
+        FindingClass.WRONG_SUM: is_compared & is_wrong & (~is_short | overdue),
+        # If a row has several messages, its time may be that of its last change.
+        FindingClass.EARLY: is_sent
+        & F.lit(has_table and not rule.counts_each_message)
+        & (F.unix_micros("row_at") - F.unix_micros(effect_at) > _micros(rule.grace_seconds)),
         # A group without an effect table is judged by the broker's deliveries, which have no times.
-        FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
-        FindingClass.PENDING: expected & (((effects == 0) & ~overdue) | unhandled),
+        FindingClass.LATE: expected & F.lit(has_table) & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
+        FindingClass.PENDING: (expected & (((effects == 0) & ~overdue) | unhandled))
+        | (is_compared & is_wrong & is_short & ~overdue),
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
@@ -195,6 +211,37 @@ def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]
         F.coalesce(is_short & ((effects > 1) | (F.col(f"newest_due_{number}") > newest)), F.lit(False)),
         F.coalesce(is_lost, F.lit(False)) | F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),
     )
+
+
+def _differs_in_effect(rule: Rule, number: int) -> Column:
+    """Whether an effect of the rule's group `number` has another value than the message."""
+    differs = F.lit(False)
+    if exact_places(rule, number):
+        for name in ("least", "most"):
+            differs = differs | ~F.col(f"{name}_e{number}_{number}").eqNullSafe(F.col(f"message_e{number}"))
+    for place in near_places(rule, number):
+        for name in ("least", "most"):
+            ours = F.col(f"{name}_s{place}_{number}")
+            differs = differs | _is_apart(ours, F.col(f"message_s{place}"), rule.fields[place])
+    return differs
+
+
+def _sums(rule: Rule, number: int) -> tuple[Column, Column]:
+    """Whether the effects of the rule's group `number` do not add up to the message's value, and whether each wrong sum
+    is too small, so that a part may still come."""
+    is_wrong, is_short = F.lit(False), F.lit(True)
+    for _, place in rule.groups[number].sum_effect:
+        total, theirs = F.col(f"sum_s{place}_{number}"), F.col(f"message_s{place}")
+        is_apart = _is_apart(total, theirs, rule.fields[place])
+        is_wrong = is_wrong | is_apart
+        is_short = is_short & (~is_apart | F.coalesce(F.abs(total) < F.abs(theirs), F.lit(True)))
+    return is_wrong, is_short
+
+
+def _is_apart(ours: Column, theirs: Column, field: FieldRule) -> Column:
+    """Whether two numbers differ by more than the tolerance of their field."""
+    too_far = F.abs(ours - theirs) > F.lit(field.tolerance or "0").cast("decimal(38,12)")
+    return F.coalesce(too_far, ~ours.eqNullSafe(theirs))
 
 
 def _is_sent(judges: Callable[[Column], Column]) -> Column:
@@ -296,9 +343,7 @@ def _differs(rule: Rule) -> Column:
 def _differs_from(message: str, rule: Rule) -> Column:
     differs = ~F.col("row_hash").eqNullSafe(F.col(f"{message}_hash"))
     for number, field in enumerate(rule.near_fields):
-        ours, theirs = F.col(f"row_n{number}"), F.col(f"{message}_n{number}")
-        too_far = F.abs(ours - theirs) > F.lit(field.tolerance).cast("decimal(38,12)")
-        differs = differs | F.coalesce(too_far, ~ours.eqNullSafe(theirs))
+        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"{message}_n{number}"), field)
     return differs
 
 

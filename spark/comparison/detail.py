@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from pyspark.sql import Column
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from ..common.safe_text import quoted, shown_difference
 from ..rules import masking
-from ..rules.rule import FieldRule, FieldType, Rule
+from ..rules.rule import FieldRule, FieldType, GroupRule, Rule
 from ..sources import bounded
 from ..sources.values import NOT_FINITE, NUMBER
+from . import evidence
 
 # If a difference is after the part of two long texts that a run has, this number of their first characters is shown.
 _SHOWN: Final = 100
@@ -79,6 +81,9 @@ def of(rule: Rule) -> Column:
         "DEAD": F.concat(F.lit("given up by "), of_group, F.lit(" (dead letter)"), _more("dead_count", "dead letters")),
         "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
         "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
+        "WRONG_EFFECT": _wrong_effect(rule),
+        "WRONG_SUM": _wrong_sum(rule),
+        "EARLY": _early(rule),
         "LATE": _late(rule),
         "PENDING": F.lit("too early to judge: the next run judges this key again"),
     }
@@ -111,20 +116,113 @@ def _surplus_effects(rule: Rule) -> Column:
 
 
 def mismatched(rule: Rule) -> Column:
-    """The columns that differ in a MISMATCH (array<string>), in the order of the rule; null for other classes."""
+    """The columns that differ in a MISMATCH, WRONG_EFFECT or WRONG_SUM (array<string>), in the order of the rule; null
+    for other classes."""
     names = [F.when(_differs(number, field), F.lit(field.column)) for number, field in enumerate(rule.fields)]
     listed = F.array_compact(F.array(*names)) if names else F.array().cast("array<string>")
-    return F.when(F.col("class") == "MISMATCH", listed)
+    found = F.when(F.col("class") == "MISMATCH", listed)
+    for number, group in enumerate(rule.groups):
+        is_group = F.col("group") == group.name
+        compared = [F.when(_shown_effect(rule, place)[1], column) for column, place in group.compare_effect]
+        summed = [F.when(_sum_differs(rule, number, place), column) for column, place in group.sum_effect]
+        for name, columns in (("WRONG_EFFECT", compared), ("WRONG_SUM", summed)):
+            if columns:
+                found = found.when((F.col("class") == name) & is_group, F.array_compact(F.array(*columns)))
+    return found
 
 
 def _differs(number: int, field: FieldRule) -> Column:
     """Whether the rule's field `number` differs between row and body by more than its tolerance."""
-    ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
+    return _is_apart(F.col(f"row.v{number}"), F.col(f"about.v{number}"), field)
+
+
+def _is_apart(ours: Column, theirs: Column, field: FieldRule) -> Column:
     differs = ~ours.eqNullSafe(theirs)
     if field.tolerance is None:
         return differs
     distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
     return differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
+
+
+def of_effects(effects: DataFrame, rule: Rule) -> DataFrame:
+    """Per key and group, the least and the greatest value of each compared column of the effects, in effect_v0, …"""
+    group = F.lit(None).cast("string")
+    for number, declared in enumerate(rule.groups):
+        group = F.when(F.col("kind") == evidence.EFFECT + number, declared.name).otherwise(group)
+    columns = []
+    for place, field in enumerate(rule.fields):
+        value = F.col(f"v{place}")
+        if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
+            value = value.try_cast(NUMBER)
+        # A null is the least one.
+        least = F.when(F.count_if(value.isNull()) == 0, F.min(value))
+        columns.append(F.struct(least.cast("string").alias("least"), F.max(value).cast("string").alias("most")))
+    named = [column.alias(f"effect_v{place}") for place, column in enumerate(columns)]
+    values = effects.select("key", group.alias("group"), *evidence.row_values(rule))
+    return values.groupBy("key", "group").agg(F.count(F.lit(1)).alias("found"), *named).drop("found")
+
+
+def _shown_effect(rule: Rule, place: int) -> tuple[Column, Column]:
+    """Of a key's effects, the value that differs from the message, and whether one differs."""
+    field, theirs = rule.fields[place], F.col(f"about.v{place}")
+    least, most = (F.col(f"effect_v{place}.{name}") for name in ("least", "most"))
+    is_least = _is_apart(least, theirs, field)
+    return F.when(is_least, least).otherwise(most), is_least | _is_apart(most, theirs, field)
+
+
+def _sum_differs(rule: Rule, number: int, place: int) -> Column:
+    total = F.col(f"sum_s{place}_{number}").cast("string")
+    return _is_apart(total, F.col(f"about.v{place}"), rule.fields[place])
+
+
+def _of_group(rule: Rule, text: Callable[[int, GroupRule], Column]) -> Column:
+    """The text for the group of the finding."""
+    found = F.lit(None).cast("string")
+    for number, group in enumerate(rule.groups):
+        found = F.when(F.col("group") == group.name, text(number, group)).otherwise(found)
+    return found
+
+
+def _wrong_effect(rule: Rule) -> Column:
+    def text(_: int, group: GroupRule) -> Column:
+        texts = []
+        for column, place in group.compare_effect:
+            (ours, differs), theirs = _shown_effect(rule, place), F.col(f"about.v{place}")
+            texts.append(F.when(differs, _pair(rule, place, f"{column} ", ours, theirs, "effect")))
+        joined = F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+        return F.concat(F.lit(f"effect of {group.name} and message differ: "), joined)
+
+    return _of_group(rule, text)
+
+
+def _wrong_sum(rule: Rule) -> Column:
+    def text(number: int, group: GroupRule) -> Column:
+        texts = []
+        for column, place in group.sum_effect:
+            total = F.col(f"sum_s{place}_{number}").cast("string")
+            pair = _pair(rule, place, f"{column} ", total, F.col(f"about.v{place}"), "sum")
+            texts.append(F.when(_sum_differs(rule, number, place), pair))
+        joined = F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+        count = F.format_string(f"%d effects of {group.name.replace('%', '%%')} ", f"effects_{number}")
+        return F.concat(count, F.lit("do not add up to their message: "), joined)
+
+    return _of_group(rule, text)
+
+
+def _pair(rule: Rule, place: int, start: str, ours: Column, theirs: Column, where: str) -> Column:
+    field = rule.fields[place]
+    shown = [
+        masking.shown(rule, field, F.substring(_readable(value, field.type), 1, _SHOWN)) for value in (ours, theirs)
+    ]
+    return F.concat(F.lit(start), *_between(shown[0], shown[1], where))
+
+
+def _early(rule: Rule) -> Column:
+    def text(number: int, group: GroupRule) -> Column:
+        before = _span(F.unix_micros("row_at") - F.unix_micros(f"effect_at_{number}"))
+        return F.concat(F.lit(f"the effect of {group.name} is "), before, F.lit(" older than its row"))
+
+    return _of_group(rule, text)
 
 
 def _differences(rule: Rule) -> Column:
@@ -139,7 +237,8 @@ def _differences(rule: Rule) -> Column:
                 )
             ]
         else:
-            between = _between(*(masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)))
+            shown = [masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)]
+            between = _between(shown[0], shown[1])
         texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
 
@@ -166,9 +265,9 @@ def _shown_bounded(ours: str | None, theirs: str | None) -> tuple[str, str, str]
     return in_row, in_body, note
 
 
-def _between(ours: Column, theirs: Column) -> list[Column]:
+def _between(ours: Column, theirs: Column, where: str = "row") -> list[Column]:
     absent = F.lit("null")
-    return [F.coalesce(ours, absent), F.lit(" in the row, "), F.coalesce(theirs, absent), F.lit(" in the body")]
+    return [F.coalesce(ours, absent), F.lit(f" in the {where}, "), F.coalesce(theirs, absent), F.lit(" in the body")]
 
 
 def _readable(value: Column, kind: FieldType) -> Column:

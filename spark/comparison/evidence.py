@@ -100,10 +100,12 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         F.expr(_NO_TIME).alias("settled"),
         F.expr(_NO_TIME).alias("due"),
         F.lit(0).cast("bigint").alias("ord"),
-        _bad(raw, values).alias("bad"),
+        # An effect that cannot be read differs from its message.
+        F.when(F.col("kind") == ROW, _bad(raw, values)).otherwise(0).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         *([F.lit(ATOMIC).alias("way")] if rule.counts_each_message else []),
         *_lost_decimals(raw, values, rule),
+        *_for_effects(values, rule),
         *_compared(values, rule),
     )
 
@@ -177,6 +179,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
         *([way().alias("way")] if rule.counts_each_message else []),
         *_lost_decimals(raw, values, rule),
+        *_for_effects(values, rule),
         *_compared(values, rule),
     )
 
@@ -389,7 +392,8 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         value = F.col(f"n{number}")
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
         aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
-    aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number)]
+    aggregates += [F.max_by(f"s{place}", age).alias(f"message_s{place}") for place in rule.effect_numbers]
+    aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number, age)]
     if rule.counts_each_message:
         aggregates += _in_order_of_commit(rule)
         for number in range(len(rule.groups)):
@@ -399,14 +403,41 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
     return united.repartition("key").groupBy("key").agg(*aggregates)
 
 
-def _of_group(rule: Rule, number: int) -> Iterator[Column]:
-    """The counts and times of one group's effects and dead letters."""
+def exact_places(rule: Rule, number: int) -> list[int]:
+    """The numbers of the fields that the effects of the rule's group `number` must equal without a tolerance."""
+    return [place for _, place in rule.groups[number].compare_effect if rule.fields[place].tolerance is None]
+
+
+def near_places(rule: Rule, number: int) -> list[int]:
+    """The numbers of the fields that the effects of the rule's group `number` must equal up to a tolerance."""
+    return [place for _, place in rule.groups[number].compare_effect if rule.fields[place].tolerance is not None]
+
+
+def _for_effects(values: list[Column], rule: Rule) -> Iterator[Column]:
+    """What effects and messages compare: per group a hash e0, e1, … of exact fields, and the numbers s0, s1, …"""
+    for number in range(len(rule.groups)):
+        if exact_places(rule, number):
+            yield _hash([values[place] for place in exact_places(rule, number)]).alias(f"e{number}")
+    for place in rule.effect_numbers:
+        yield values[place].try_cast(NUMBER).alias(f"s{place}")
+
+
+def _of_group(rule: Rule, number: int, age: Column) -> Iterator[Column]:
+    """The counts, times and values of one group's effects and dead letters."""
     kind = F.col("kind")
     is_effect = kind == EFFECT + number
     yield F.count_if(is_effect).alias(f"effects_{number}")
     yield _earliest("at", is_effect).alias(f"effect_at_{number}")
     yield F.count_if(kind == DEAD + number).alias(f"dead_{number}")
     yield F.count_if(kind == TIMED_OUT + number).alias(f"timed_out_{number}")
+    if exact_places(rule, number):
+        yield F.max_by(f"e{number}", age).alias(f"message_e{number}")
+    compared = [f"s{place}" for place in near_places(rule, number)]
+    for name in (*([f"e{number}"] if exact_places(rule, number) else []), *compared):
+        yield F.min(F.when(is_effect, F.col(name))).alias(f"least_{name}_{number}")
+        yield F.max(F.when(is_effect, F.col(name))).alias(f"most_{name}_{number}")
+    for _, place in rule.groups[number].sum_effect:
+        yield F.try_sum(F.when(is_effect, F.col(f"s{place}"))).alias(f"sum_s{place}_{number}")
     if rule.groups[number].owed_when:
         is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
         yield F.count_if(is_owed).alias(f"owed_{number}")
@@ -474,13 +505,16 @@ def _earliest(column: str, condition: Column) -> Column:
 
 def _compared(values: list[Column], rule: Rule) -> list[Column]:
     exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
-    # xxhash64 skips nulls. So the hash also covers whether each value is null, because (null, 'a') and ('a', null) must
-    # have different hashes.
-    parts = [part for value in exact for part in (value, value.isNull())]
-    hashed = F.xxhash64(*parts) if parts else F.lit(0).cast("bigint")
+    hashed = _hash(exact) if exact else F.lit(0).cast("bigint")
     near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]
     numbers = [value.try_cast(NUMBER).alias(f"n{number}") for number, value in enumerate(near)]
     return [hashed.alias("hash"), *numbers]
+
+
+def _hash(values: list[Column]) -> Column:
+    # xxhash64 skips nulls. So the hash also covers whether each value is null, because (null, 'a') and ('a', null) must
+    # have different hashes.
+    return F.xxhash64(*(part for value in values for part in (value, value.isNull())))
 
 
 def _lost_decimals(raw: list[Column], values: list[Column], rule: Rule) -> list[Column]:

@@ -82,6 +82,26 @@ REMEDIES: Final = {
         "was the row edited without the outbox after its message was sent? Both values are in the finding.",
         "if subscribers need it, publish the row's state as a new message; else correct the row.",
     ),
+    FindingClass.WRONG_EFFECT: Remedy(
+        "An effect has another value than its message.",
+        "which release of the handler wrote the effect, and was the effect edited later? Both values are in the "
+        "finding. `{trace}`",
+        "correct the handler, and correct the effect. To let the handler write it anew, remove the effect, then "
+        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
+    ),
+    FindingClass.WRONG_SUM: Remedy(
+        "The effects of a message do not add up to the value of the message.",
+        "did a part fail, or did a retry write a part twice? Sum and value are in the finding. `{trace}`",
+        "write the missing part, or undo the surplus part. If the handler writes all parts, remove them, then "
+        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
+    ),
+    FindingClass.EARLY: Remedy(
+        "An effect is older than its business row, so the message did not cause it.",
+        "did other code write the effect, such as an import or a direct call of the handler? Do the clocks of the "
+        "servers agree? `{trace}`",
+        "undo the effect, then `python manage.py outbox_message redeliver {message_id} --group {group}`. If only the "
+        "clocks differ, raise the rule's grace.",
+    ),
     FindingClass.LATE: Remedy(
         "The message or the effect exists, but it is later than the limit that the rule declares.",
         "the cause of the delay: see the times of the finding, and `python manage.py outbox_status`.",

@@ -274,7 +274,8 @@ class _Reader:
         event, types = self._event(table)
         if event is not None and "topic" in table.values:
             table.problem("topic", "has no meaning with event, which has a topic", "remove topic")
-        groups = [self._group(item, at, databases, database, severity) for item, at in table.tables("group")]
+        fields = tuple(self._field(item, at, event, types) for item, at in table.tables("field"))
+        groups = [self._group(item, at, databases, database, severity, fields) for item, at in table.tables("group")]
         self._unique([group.name for group in groups], *path, "group")
         rule = Rule(
             name=table.required("name"),
@@ -295,7 +296,7 @@ class _Reader:
             look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS) or 0.0,
             look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)),
             allow_empty=table.flag("allow_empty"),
-            fields=tuple(self._field(item, at, event, types) for item, at in table.tables("field")),
+            fields=fields,
             groups=tuple(groups),
             mask=self._mask(table),
             event=event,
@@ -304,7 +305,14 @@ class _Reader:
         self._check_bucket(table, rule)
         if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
-        for group in rule.groups:
+        for place, group in enumerate(rule.groups):
+            if (group.compare_effect or group.sum_effect) and (rule.counts_each_message or rule.bucket_seconds):
+                path_of_group = (*path, "group", place)
+                self.problem(
+                    path_of_group,
+                    f'{dotted(path_of_group)}: values of effects are compared only with messages = "exactly_one" and '
+                    "without bucket; remove compare_effect and sum_effect, or change the rule.",
+                )
             if rule.message_when and group.table is None:
                 is_given = "message_when" in table.values
                 text = (
@@ -411,10 +419,16 @@ class _Reader:
         return str(tolerance)
 
     def _group(
-        self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], default: str, severity: FindingSeverity
+        self,
+        value: Any,
+        path: TomlPath,
+        databases: dict[str, DatabaseRule],
+        default: str,
+        severity: FindingSeverity,
+        fields: Sequence[FieldRule],
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
-        table = TomlTable(self.problem, value, path, keys)
+        table = TomlTable(self.problem, value, path, (*keys, "compare_effect", "sum_effect"))
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
@@ -423,7 +437,7 @@ class _Reader:
         if effect and "time" not in table.values:
             table.problem("time", "missing", 'name the column that says when the effect happened: time = "created_at"')
         if not effect:
-            for key in ("key", "message_id", "time", "when"):
+            for key in ("key", "message_id", "time", "when", "compare_effect", "sum_effect"):
                 if key in table.values:
                     table.problem(key, "has no meaning without an effect table", 'add table = "…" or remove it')
         return GroupRule(
@@ -435,9 +449,36 @@ class _Reader:
             time=table.text("time"),
             when=table.text("when"),
             owed_when=table.text("owed_when"),
+            compare_effect=self._of_effect(table, "compare_effect", fields),
+            sum_effect=self._of_effect(table, "sum_effect", fields),
             within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
             severity=table.choice("severity", FindingSeverity, severity),
         )
+
+    @staticmethod
+    def _of_effect(table: TomlTable, key: str, fields: Sequence[FieldRule]) -> tuple[tuple[str, int], ...]:
+        """Read the columns of an effect table by the fields of the body, which the rule must compare too: so each field
+        has its type."""
+        given = table.values.get(key, {})
+        if not isinstance(given, dict) or not all(isinstance(body, str) for body in given.values()):
+            table.problem(key, f"must be a table, got {given!r}", f'write {key} = {{amount = "amount"}}')
+            return ()
+        known = {field.body: place for place, field in enumerate(fields)}
+        read: list[tuple[str, int]] = []
+        for column, body in given.items():
+            if body not in known:
+                table.problem(
+                    key, f"no [[rule.field]] compares the field {body!r} of the body", f'add one with body = "{body}"'
+                )
+            elif key == "sum_effect" and fields[known[body]].type not in (FieldType.INTEGER, FieldType.DECIMAL):
+                table.problem(key, f"the field {body!r} is no number", 'write type = "decimal" in its [[rule.field]]')
+            elif known[body] in (place for _, place in read) or body in (
+                table.values.get("compare_effect", {}).values() if key == "sum_effect" else ()
+            ):
+                table.problem(key, f"the field {body!r} is compared twice", "compare it with one column")
+            else:
+                read.append((column, known[body]))
+        return tuple(read)
 
     @staticmethod
     def _known(table: TomlTable, key: str, name: str, databases: dict[str, DatabaseRule]) -> None:

@@ -167,6 +167,11 @@ class GroupRule:
     time: str | None = None
     when: str | None = None
     owed_when: str | None = None
+    compare_effect: tuple[tuple[str, int], ...] = ()
+    """Columns of the effect table that must equal a field of the message, each with the number of the rule's field."""
+    sum_effect: tuple[tuple[str, int], ...] = ()
+    """Columns whose sum over the effects of a key must equal a field of the message. A message then may have several
+    effects."""
     within_seconds: float = DEFAULT_WITHIN_SECONDS
     severity: FindingSeverity = FindingSeverity.CRITICAL
 
@@ -222,6 +227,14 @@ class Rule:
         return any(group.owed_when for group in self.groups)
 
     @property
+    def effect_numbers(self) -> tuple[int, ...]:
+        """The numbers of the fields that are compared with effects as numbers: those of sums, and those with a
+        tolerance."""
+        summed = {place for group in self.groups for _, place in group.sum_effect}
+        compared = {place for group in self.groups for _, place in group.compare_effect}
+        return tuple(sorted(summed | {place for place in compared if self.fields[place].tolerance is not None}))
+
+    @property
     def counts_each_message(self) -> bool:
         """Whether a row may have several messages, each of which owes effects of its own."""
         return self.messages is Messages.AT_LEAST_ONE
@@ -250,6 +263,9 @@ class Fault(enum.StrEnum):
     DEAD = "DEAD"
     UNDELIVERED = "UNDELIVERED"
     MISMATCH = "MISMATCH"
+    WRONG_EFFECT = "WRONG_EFFECT"
+    WRONG_SUM = "WRONG_SUM"
+    EARLY = "EARLY"
     LATE = "LATE"
 
 

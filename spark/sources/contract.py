@@ -7,6 +7,7 @@ installed broker.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ..rules.rule import FieldType, GroupRule, Rule
@@ -94,24 +95,29 @@ def rows(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
     With `detailed`, the texts are in their bounded form: the second look compares them in this form.
     """
-    text = ColumnKind.BOUNDED if detailed else ColumnKind.TEXT
-    kinds = {FieldType.TIMESTAMP: ColumnKind.MICROSECONDS, FieldType.TEXT: text}
-    fields = [
-        Column(f"f{number}", field.column, kinds.get(field.type, ColumnKind.TEXT), field.type)
-        for number, field in enumerate(rule.fields)
-    ]
     return TableSelection(
         table=rule.table,
         columns=(
             Column("kind", str(ROW_KIND), _BIGINT),
             Column("key", rule.key),
             Column("at", rule.time, _TIMESTAMP, FieldType.TIMESTAMP),
-            *fields,
+            *_compared(rule, dict(enumerate(field.column for field in rule.fields)), detailed=detailed),
         ),
         key=rule.key,
         time=rule.time,
         conditions=(rule.when,) if rule.when else (),
     )
+
+
+def _compared(rule: Rule, names: Mapping[int, str], *, detailed: bool) -> Iterator[Column]:
+    """The columns f0, f1, … of the rule's fields; `names` has the table's column of each compared field."""
+    text = ColumnKind.BOUNDED if detailed else ColumnKind.TEXT
+    kinds = {FieldType.TIMESTAMP: ColumnKind.MICROSECONDS, FieldType.TEXT: text}
+    for place, field in enumerate(rule.fields):
+        if place in names:
+            yield Column(f"f{place}", names[place], kinds.get(field.type, ColumnKind.TEXT), field.type)
+        else:
+            yield Column(f"f{place}", "(NULL)")
 
 
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
@@ -138,7 +144,9 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
             Column("kind", str(EFFECT_KIND + number), _BIGINT),
             Column("key", group.key or group.message_id or ""),
             Column("at", group.time or "", _TIMESTAMP, FieldType.TIMESTAMP),
-            *[Column(f"f{place}", "(NULL)") for place in range(len(rule.fields))],
+            *_compared(
+                rule, {place: name for name, place in (*group.compare_effect, *group.sum_effect)}, detailed=detailed
+            ),
         ),
         key=group.key or group.message_id or "",
         time=group.time,

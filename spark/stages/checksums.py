@@ -220,7 +220,10 @@ class _Checksums:
         mine, theirs = contract.rows(rule), selection
         same = self._ours.column_types(mine).get(rule.key) == self._ours.column_types(theirs).get(group.key or "")
         suffix = "" if same else "::text"
-        late = f"e.effect_time - r.row_time > {_interval(group.within_seconds)}"
+        late = (
+            f"e.effect_time - r.row_time > {_interval(group.within_seconds)} "
+            f"OR r.row_time - e.effect_time > {_interval(rule.grace_seconds)}"
+        )
         rows_where = sql.where(sql.conditions(mine, None))
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
         inside = " AND ".join(self._inside("r.row_time"))

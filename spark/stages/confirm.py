@@ -159,6 +159,8 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
     found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
+    if any(group.compare_effect for group in rule.groups):
+        found = found.join(detail.of_effects(read.effects, rule), ["key", "group"], "left")
     # Only the shown part of the body goes through the joins and sorts. Whole bodies would need too much memory.
     about = F.struct(
         *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)

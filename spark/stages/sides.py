@@ -146,6 +146,7 @@ class KeySides:
 
     narrow: list[DataFrame]
     rows: DataFrame
+    effects: DataFrame
     messages: DataFrame
     dead_letters: DataFrame
     deliveries: DataFrame | None
@@ -250,6 +251,7 @@ def _key_sides(
     return KeySides(
         narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
         rows=own.where(own["kind"] == contract.ROW_KIND),
+        effects=reduce(DataFrame.unionByName, (own, *tables[1:])).where(F.col("kind") != contract.ROW_KIND),
         messages=messages,
         dead_letters=broker.where(broker["state"].startswith("dead ")),
         deliveries=deliveries,

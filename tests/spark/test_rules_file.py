@@ -77,13 +77,14 @@ def test_the_rules_of_the_sample_are_valid() -> None:
 
 
 def test_the_rules_of_the_documentation_are_valid() -> None:
-    """The short file to begin with, the one that shows every key, and a group that is added to the first."""
+    """The short file to begin with, the one that shows every key, and groups that are added to the first."""
     [first] = blocks(DOCS / "reconciliation" / "first-run.md", "toml")
-    every, _, group = blocks(DOCS / "reconciliation" / "rules.md", "toml")
-    files = (first, every, f"{first.replace('logistics', 'mail')}\n{group}")
+    every, _, group, values = blocks(DOCS / "reconciliation" / "rules.md", "toml")
+    field = f'[[rule.field]]\ncolumn = "amount"\ntype = "decimal"\n{values}'
+    files = (first, every, f"{first.replace('logistics', 'mail')}\n{group}\n{field}")
     loaded = [rules_file.parse(text, environment=ENVIRONMENT) for text in files]
     assert [[rule.name for rule in each.rules] for each in loaded] == [["paid orders"]] * 3
-    assert [group.name for group in loaded[2].rules[0].groups] == ["mail", "logistics"]
+    assert [group.name for group in loaded[2].rules[0].groups] == ["mail", "logistics", "payments", "refunds"]
 
 
 def test_a_changed_rule_has_another_digest() -> None:

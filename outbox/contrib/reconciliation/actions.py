@@ -114,6 +114,19 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
         "The business row and the message body differ.",
         "Publish the row's state as a new message if subscribers need it, or correct the row.",
     ),
+    "WRONG_EFFECT": (
+        "An effect has another value than its message.",
+        "Correct the handler, and correct the effect; or remove it and deliver the message again to the group.",
+    ),
+    "WRONG_SUM": (
+        "The effects of a message do not add up to its value.",
+        "Write the missing part, or undo the surplus part.",
+    ),
+    "EARLY": (
+        "An effect is older than its business row, so the message did not cause it.",
+        "Undo the effect, and deliver the message again to the group. If only the clocks differ, raise the rule's "
+        "grace.",
+    ),
     "UNREADABLE": (
         "The body of a committed message cannot be read as declared.",
         "If the message is right, correct the rule. Otherwise correct the publisher, and publish the row again.",
