@@ -15,7 +15,7 @@ from typing import Any
 from pyspark.sql import functions as F
 
 from benchmarks.reconcile_source import adbc_alone, copy_to_nowhere, query_of
-from spark import run, session
+from spark import pipeline, session
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
 from spark.comparison import classify, evidence
@@ -27,7 +27,7 @@ BODY = "order_id string, customer string, total decimal(12,2), paid_at timestamp
 
 def whole_run(spark: Any, name: str, folder: Path) -> None:
     options = RunOptions(rules=folder / f"{name}.toml", output=str(folder / f"out-{name}"), full=True)
-    result = run.run(spark, options, Progress(io.StringIO()))
+    result = pipeline.run(spark, options, Progress(io.StringIO()))
     assert result["status"] == "clean", result["totals"]
 
 

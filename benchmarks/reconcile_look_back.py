@@ -20,7 +20,7 @@ import psycopg
 
 from benchmarks import harness
 from benchmarks.reconcile_data import RULES, fill_postgres
-from spark import run, session
+from spark import pipeline, session
 from spark.common.options import LookBack, RunOptions
 from spark.common.progress import Progress
 
@@ -37,7 +37,7 @@ def one(spark: Any, folder: Path, look_back: LookBack | None) -> tuple[float, di
     """The seconds and the result of a run."""
     options = RunOptions(rules=folder / "rules.toml", output=str(folder / "out"), look_back=look_back)
     started = time.perf_counter()
-    result = run.run(spark, options, Progress(io.StringIO()))
+    result = pipeline.run(spark, options, Progress(io.StringIO()))
     return time.perf_counter() - started, result
 
 

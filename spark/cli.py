@@ -160,14 +160,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if (given.since is None) != (given.until is None):
-        raise UsageProblem("--from and --to belong together: give both, or neither.")
-    if given.since is not None and given.since >= given.until:
-        raise UsageProblem(f"--from {given.since.isoformat()} is not before --to {given.until.isoformat()}.")
-    if given.look_back is not None and (given.full or given.since is not None):
-        raise UsageProblem(
-            "--look-back cannot be combined with --full or --from, which judge old rows anyway. Leave it out."
-        )
     if threading.current_thread() is threading.main_thread():
         # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -191,14 +183,14 @@ def _run(given: argparse.Namespace) -> int:
         spark = session.deferred(lambda: _start(given, progress))
     else:
         spark = _start(given, progress)
-    from . import run
+    from . import pipeline
 
-    result = run.run(spark, options, progress)
+    result = pipeline.run(spark, options, progress)
     if given.json:
         print(json.dumps(result, indent=2))
     else:
         print(_verdict(result, given.output))
-    return run.exit_code(result)
+    return pipeline.exit_code(result)
 
 
 def _start(given: argparse.Namespace, progress: Progress) -> SparkSession:
@@ -239,14 +231,14 @@ def _watch(given: argparse.Namespace) -> int:
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
     spark = _start(given, progress)
-    from . import run
+    from . import pipeline
     from .watch import Watch
 
     watch = Watch(spark, options, progress)
     if given.available_now:
         result = watch.available_now()
         print(_verdict(result, given.output))
-        return run.exit_code(result)
+        return pipeline.exit_code(result)
     query = watch.every(f"{given.every:g} seconds")
     stop_requested = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,8 +21,8 @@ from .common.options import Batch, RunOptions
 from .common.progress import Progress
 from .common.store import Store
 from .output.result import shown_totals
+from .pipeline import run
 from .rules import file as rules_file
-from .run import run
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -62,6 +62,17 @@ class RunOptions:
     no_later_than: datetime | None = None
     output_table: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raise UsageProblem if options exclude each other."""
+        if (self.since is None) != (self.until is None):
+            raise UsageProblem("--from and --to belong together (since and until): give both, or neither.")
+        if self.since is not None and self.until is not None and self.since >= self.until:
+            raise UsageProblem(f"--from {self.since.isoformat()} is not before --to {self.until.isoformat()}.")
+        if self.look_back is not None and (self.full or self.since is not None):
+            raise UsageProblem(
+                "--look-back cannot be combined with --full or --from, which judge old rows anyway. Leave it out."
+            )
+
     @property
     def is_interval(self) -> bool:
         """Whether the options contain `since` and `until`. A scheduler with data intervals gives these options."""

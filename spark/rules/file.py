@@ -264,7 +264,7 @@ class _Reader:
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
-        again = ("look_back", "look_back_every")
+        again = ("look_back", "look_back_every", "fail_above")
         table = TomlTable(self.problem, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
             table.problem("message_key", *_BY_BODY)
@@ -300,6 +300,7 @@ class _Reader:
             groups=tuple(groups),
             mask=self._mask(table),
             event=event,
+            fail_above=self._fail_above(table) if "fail_above" in table.values else None,
             digest=_digest(value, event, types),
         )
         self._check_bucket(table, rule)
@@ -492,12 +493,12 @@ class _Reader:
                 self.problem((*path, number, "name"), f"{dotted(path)}: two are called {name!r}; rename one.")
 
 
-_NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
+_NOT_JUDGED: Final = ("mask", "look_back", "look_back_every", "fail_above")
 
 
 def _digest(rule: Any, event: EventRule | None, types: Mapping[str, FieldType]) -> str:
-    """A digest of a rule, and of the version and the types of its event. The digest ignores the options `mask`,
-    `look_back` and `look_back_every`, because these options do not change the class of any subject."""
+    """A digest of a rule, and of the version and the types of its event. The digest ignores the options of
+    _NOT_JUDGED, because these options do not change the class of any subject."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     if event is not None:
         judged = {"rule": judged, "version": event.version, "types": types}

@@ -176,6 +176,18 @@ class GroupRule:
     severity: FindingSeverity = FindingSeverity.CRITICAL
 
 
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The number of open findings up to which a run succeeds, or with `is_share` their share of all judged subjects."""
+
+    limit: float = 0.0
+    is_share: bool = False
+
+    def covers(self, faults: int, subjects: int) -> bool:
+        """Whether the run succeeds in spite of its findings."""
+        return faults <= (self.limit * subjects if self.is_share else self.limit)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """The messages and effects that a row of a table must have if the row satisfies the condition `when`.
@@ -209,6 +221,8 @@ class Rule:
     mask: tuple[str, ...] = ()
     """Columns and body fields whose values are shown in no finding."""
     event: EventRule | None = None
+    fail_above: Tolerance | None = None
+    """The rule's own tolerance; None means that its findings count towards the tolerance of the file."""
     digest: str = ""
 
     @property
@@ -297,18 +311,6 @@ class Acknowledgement:
             f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
             f"the finding counts again. Remove the acknowledgement, or give it another until"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The number of open findings up to which a run succeeds, or with `is_share` their share of all judged subjects."""
-
-    limit: float = 0.0
-    is_share: bool = False
-
-    def covers(self, faults: int, subjects: int) -> bool:
-        """Whether the run succeeds in spite of its findings."""
-        return faults <= (self.limit * subjects if self.is_share else self.limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

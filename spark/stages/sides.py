@@ -224,7 +224,7 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
     if not named:
         return keys
-    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
+    ids = sources.broker.read_keys([(contract.message_ids(), named)])
     is_ours = F.col("topic") == F.lit(rule.topic)
     is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
     known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))

@@ -15,7 +15,7 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from outbox.broker import embedded
-from spark import run, session
+from spark import pipeline, session
 from spark.common.options import LookBack, RunOptions
 from spark.common.progress import Progress
 from spark.watch import Watch
@@ -105,7 +105,7 @@ class Reconciler:
             metrics=metrics,
             look_back=look_back,
         )
-        return run.run(self.spark, options, Progress(self.said))
+        return pipeline.run(self.spark, options, Progress(self.said))
 
     def watch(self, rules: Path | None = None) -> Watch:
         """A continuous reconciliation into the output folder."""

@@ -15,7 +15,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from spark import run, session
+from spark import pipeline, session
 from spark.common.errors import ReconcileError
 from spark.common.options import RunOptions
 from spark.common.store import Store
@@ -73,7 +73,7 @@ class Lake:
 
     def run(self, place: str, output: str, table: str | None = None) -> dict[str, Any]:
         """The result of a run over everything, shortened."""
-        result = run.run(self.spark, self.options(place, output, table))
+        result = pipeline.run(self.spark, self.options(place, output, table))
         snapshots = [each["snapshot"] for each in result["snapshots"]]
         counts = {name: count for name, count in result["totals"].items() if count}
         return {"run": result["run"], "totals": counts, "snapshots": snapshots}

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from spark import run
+from spark import pipeline
 from spark.common.options import LookBack, RunOptions
 from spark.common.progress import Progress
 from spark.watch import Watch
@@ -73,7 +73,7 @@ class Cell:
         """The result of one run."""
         path = self.path(planted=planted, watermark=watermark)
         options = RunOptions(rules=path, output=str(self.folder / "out"), **how)
-        return run.run(self.spark, options, Progress(self.said))
+        return pipeline.run(self.spark, options, Progress(self.said))
 
     def stream(self, watermark: datetime | None = None) -> dict[str, Any]:
         """The result of a continuous reconciliation up to now."""

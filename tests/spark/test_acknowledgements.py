@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark import run
+from spark import pipeline
 from spark.common.errors import RulesInvalid
 from spark.comparison.classify import FAULTS
 from spark.rules import file as rules_file
@@ -56,7 +56,7 @@ def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, wo
     reconcile.rules(text=RULES.format(extra="", groups=KNOWN.format(until="2999-01-01")))
     second = reconcile.run()
     assert (second["status"], second["faults"], second["new_faults"], second["acknowledged"]) == ("clean", 0, 0, 2)
-    assert run.exit_code(second) == 0
+    assert pipeline.exit_code(second) == 0
     assert {name: second["totals"][name] for name in ("LATE", "LOST")} == {"LATE": 1, "LOST": 1}, "classified as ever"
     report = (reconcile.folder / "out" / "report.html").read_text()
     assert "by bob until 2999-01-02T00:00:00+00:00: sent by hand" in report

@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from spark import cli, run, session
+from spark import cli, pipeline, session
 from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem, readable_errors
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
@@ -127,7 +127,7 @@ def test_a_snapshot_lost_in_the_middle(reconcile: Reconciler, world: World) -> N
     world.add(Order(number=1))
     options = RunOptions(rules=reconcile.rules(groups=()), output=str(reconcile.folder / "out"))
     with pytest.raises(RunIncomplete, match=r"Nothing was published|previous result stays in force"):
-        run.run(reconcile.spark, options, Cutter(world.app_url))
+        pipeline.run(reconcile.spark, options, Cutter(world.app_url))
     assert not (reconcile.folder / "out" / "result.json").exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from spark import archive, run
+from spark import archive, pipeline
 from spark.common.errors import FAILURE, RunIncomplete
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
@@ -72,7 +72,7 @@ def test_a_run_gives_way_to_a_migration(reconcile: Reconciler, world: World) -> 
     options = RunOptions(rules=reconcile.rules(groups=()), output=str(reconcile.folder / "out"))
     migrating = Migrating(world.app_url, "stage scan", "orders_order", "SELECT count(*) FROM orders_order")
     with pytest.raises(RunIncomplete) as raised:
-        run.run(reconcile.spark, options, migrating)
+        pipeline.run(reconcile.spark, options, migrating)
     assert migrating.error is None
     assert migrating.took < 5
     assert "ALTER TABLE orders_order ADD COLUMN note text" in str(raised.value)
@@ -107,7 +107,7 @@ def test_a_short_wait_for_a_lock_does_not_end_a_run(reconcile: Reconciler, world
                             connection.execute("ALTER TABLE orders_order ADD COLUMN note text")
 
     options = RunOptions(rules=reconcile.rules(groups=()), output=str(reconcile.folder / "out"))
-    assert run.run(reconcile.spark, options, Trying(io.StringIO()))["status"] == "clean"
+    assert pipeline.run(reconcile.spark, options, Trying(io.StringIO()))["status"] == "clean"
 
 
 def test_a_run_that_waits_for_a_lock_ends(reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 from outbox.events import declaration
 from spark import cli
 from spark.common.errors import RulesInvalid, UsageProblem
+from spark.pipeline import exit_code
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
-from spark.run import exit_code
 from tests.documents import DOCS, blocks
 from tests.spark.world import RULES, group_rules
 

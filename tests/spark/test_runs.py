@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from spark import run
+from spark import pipeline
 from spark.common.errors import RunIncomplete
 from spark.common.options import RunOptions
 from spark.rules import file as rules_file
@@ -105,7 +105,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     rows = reconcile.rows(first)
     assert {(row["key"], row["group"], row["class"]) for row in rows} == planted
     assert len(rows) == len(planted)
-    assert run.exit_code(first) == 1
+    assert pipeline.exit_code(first) == 1
     assert first["faults"] == len(planted)
     assert first["rules"][0]["counts"]["OK"] == 300 - 7
     assert f'outbox_reconcile_faults{{rules="reconcile"}} {len(planted)}' in (tmp_path / "outbox.prom").read_text()
@@ -123,7 +123,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     repair(world)
     third = reconcile.run()
     assert set(reconcile.findings(third)) == {(key, group, "RECOVERED") for key, group, _ in planted}
-    assert run.exit_code(third) == 0
+    assert pipeline.exit_code(third) == 0
 
 
 def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> None:
