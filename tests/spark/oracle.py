@@ -27,6 +27,7 @@ PRECEDENCE = (
     "DEAD",
     "UNDELIVERED",
     "MISMATCH",
+    "EARLY",
     "LATE",
     "PENDING",
     "OK",
@@ -243,6 +244,8 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
             flags.add("UNDELIVERED")
         elif later or len(effects) > 1:
             flags.add("PENDING")
+    if kind is Messages.EXACTLY_ONE and at - min(effects) > GRACE:
+        flags.add("EARLY")
     if min(effects) - due > WITHIN:
         flags.add("LATE")
     return flags

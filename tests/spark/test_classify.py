@@ -69,6 +69,8 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
     ),
     "late": (replace(FINE, messages=(replace(MESSAGE, decided_at=AT + LATE_AFTER + TICK),)), {"": "LATE"}),
     "late effect": (replace(FINE, effects=(DONE[0], (AT + WITHIN + TICK,))), {"points": "LATE"}),
+    "early effect": (replace(FINE, effects=(DONE[0], (AT - GRACE - TICK,))), {"points": "EARLY"}),
+    "early: exactly the grace": (replace(FINE, effects=(DONE[0], (AT - GRACE,))), {}),
     "unreadable": (replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "ann'),)), {"": "UNREADABLE"}),
     "unreadable bytes": (
         replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "\xff"}'),)),
@@ -120,7 +122,7 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
         History(
             rows=(BusinessRow(at=WATERMARK - WITHIN),),
             messages=(Sent(stored_at=WATERMARK - WITHIN),),
-            effects=(DONE[0], ()),
+            effects=((WATERMARK - WITHIN,), ()),
         ),
         {"points": "PENDING"},
     ),
@@ -128,7 +130,7 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
         History(
             rows=(BusinessRow(at=WATERMARK - WITHIN - TICK),),
             messages=(Sent(stored_at=WATERMARK - WITHIN - TICK),),
-            effects=(DONE[0], ()),
+            effects=((WATERMARK - WITHIN,), ()),
         ),
         {"points": "UNDELIVERED"},
     ),
@@ -160,6 +162,7 @@ GROUP_FLAGS: dict[str, Change] = {
     "DEAD": lambda h: replace(h, dead=(True, False)),
     "UNDELIVERED": lambda h: replace(h, effects=((), h.effects[1])),
     "DUPLICATE": lambda h: replace(h, effects=(h.effects[0] * 2, h.effects[1])),
+    "EARLY": lambda h: replace(h, effects=(tuple(at - 2 * GRACE for at in h.effects[0]), h.effects[1])),
     "LATE": lambda h: replace(h, effects=(tuple(at + WITHIN for at in h.effects[0]), h.effects[1])),
 }
 PAIRS = {
