@@ -209,3 +209,50 @@ def test_every_command_of_a_remedy_works_as_printed(tmp_path: Path, monkeypatch:
         assert count_messages(Executor(connection, schema)).differences() == []
     open_now = [each for each in findings(tmp_path, WITH_EFFECTS) if each["class"] != "RECOVERED"]
     assert open_now == []
+
+
+COMPARED = """
+name = "effects"
+within = "1h"
+table = "shop_effect"
+key = "number"
+time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
+"""
+AMOUNT = "CASE WHEN id >= 10000 THEN 2 ELSE 1 END"
+WITH_VALUES = RULES.replace('"at_least_one"', '"exactly_one"').replace(
+    '[[rule.group]]\nname = "effects"\nwithin = "1h"\n',
+    '[[rule.field]]\ncolumn = "1"\nbody = "n"\ntype = "integer"\n[[rule.group]]' + COMPARED,
+)
+
+
+def test_wrong_and_early_effects_are_settled_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The effect is removed, and the printed command lets the handler write it anew."""
+    monkeypatch.setattr("builtins.input", lambda _: "yes")
+    head, _, rule = WITH_VALUES.partition("[[rule]]")
+    one = f'{rule}compare_effect = {{"{AMOUNT}" = "n"}}\n'
+    sums = f'{rule}sum_effect = {{"{AMOUNT}" = "n"}}\n'.replace('name = "orders"', 'name = "sums"')
+    text = f"{head}[[rule]]{one}[[rule]]{sums}"
+    subscribe()
+    Effect.objects.create(number="mended")
+    for key in ("1", "2", "3"):
+        Order.objects.create(number=key)
+        publish("orders", {"n": 1}, key=key, at_once=True)
+    handle_all()
+    Effect.objects.filter(number__in=("1", "2", "mended")).delete()
+    Effect.objects.create(number="1", pk=10_000)
+    Effect.objects.create(number="2", pk=-500)
+    found = findings(tmp_path, text)
+    assert {(each["rule"], each["class"], each["key"]) for each in found} == {
+        ("orders", "WRONG_EFFECT", "1"), ("sums", "WRONG_SUM", "1"), ("orders", "EARLY", "2"), ("sums", "EARLY", "2"),
+    }  # fmt: skip
+    Effect.objects.filter(number__in=("1", "2")).delete()
+    Effect.objects.create(number="mended")
+    printed = {line for each in found for line in re.findall(r"`python manage.py ([^`]+)`", each["remedy"])}
+    commands = {tuple(line.split()[:2]) for line in printed}
+    assert commands == {("outbox_message", "show"), ("outbox_message", "redeliver")} and len(printed) == 4
+    for line in printed:
+        call_command(*shlex.split(line), stdout=StringIO())
+    handle_all()
+    Effect.objects.filter(number="mended").delete()
+    assert sorted(Effect.objects.values_list("number", flat=True)) == ["1", "2", "3"]
+    assert not Effect.objects.filter(pk__lt=0).exists() and not Effect.objects.filter(pk__gte=10_000).exists()
