@@ -18,7 +18,7 @@ from benchmarks.reconcile_source import adbc_alone, copy_to_nowhere, query_of
 from spark import pipeline, session
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
-from spark.comparison import classify, evidence
+from spark.judging import classify, evidence
 from spark.rules import file as rules_file
 from spark.sources import contract
 

@@ -202,7 +202,7 @@ def _finding_lines(given: argparse.Namespace) -> Iterator[str]:
     store = Store(given.output)
     if given.cause is None:
         return store.finding_lines(given.limit)
-    from .comparison import causes
+    from .judging import causes
 
     known = [cause["id"] for cause in store.result_in_force().get("causes", ())]
     if given.cause not in known:

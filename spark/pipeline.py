@@ -20,7 +20,7 @@ from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
-from .comparison import classify
+from .judging import classify
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .output.table import FindingsTable

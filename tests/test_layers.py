@@ -87,7 +87,7 @@ LEVELS = {
         ("worker",),
         ("actions",),
     ),
-    "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
+    "spark": (("common",), ("rules",), ("sources",), ("judging",), ("stages",), ("output",)),
 }
 MAY_IMPORT = {
     (package, folder): {low for lower in levels[:level] for low in lower}

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..common.store import Store
-from ..comparison import classify
+from ..judging import classify
 
 COUNTS: Final = "counts"
 FINDINGS: Final = "findings"

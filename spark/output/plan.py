@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ..common.store import Store, plain_json
-from ..comparison.classify import FindingClass
+from ..judging.classify import FindingClass
 from ..rules.rule import GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
 
-from ..comparison import classify
+from ..judging import classify
 from ..stages.scan import BARS
 
 Times = list[tuple[str, float, int]]

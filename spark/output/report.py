@@ -15,10 +15,10 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from ..common.safe_text import escaped, visible
-from ..comparison import causes, classify
-from ..comparison.classify import FindingClass
-from ..comparison.detail import DELIVERY_TEXTS
-from ..comparison.remedies import REMEDIES
+from ..judging import causes, classify
+from ..judging.classify import FindingClass
+from ..judging.detail import DELIVERY_TEXTS
+from ..judging.remedies import REMEDIES
 from . import summary
 from .history import Day, Trend
 from .plot import Times, open_plot, plot

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..common.errors import UsageProblem
 from ..common.store import RESULT
-from ..comparison import causes, classify
+from ..judging import causes, classify
 from ..rules.rule import Rules
 from ..sources.base import SourceBoundary
 from ..stages.findings import Findings, JudgedRule

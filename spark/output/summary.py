@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ..comparison.causes import CLOSED
+from ..judging.causes import CLOSED
 
 SHOWN_ACTIONS: Final = 3
 # A database whose watermark is older than this when the run ends is named as the reason for the lag.

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..common.errors import ReconcileError
-from ..comparison.classify import Window
+from ..judging.classify import Window
 from ..rules.rule import FieldRule, FieldType, Messages, Rule, Rules, SourceKind
 from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource

@@ -16,8 +16,8 @@ from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete, readable_errors
-from ..comparison import classify, detail, evidence
-from ..comparison.classify import FindingClass
+from ..judging import classify, detail, evidence
+from ..judging.classify import FindingClass
 from ..rules import masking
 from ..rules.rule import Rule
 from ..sources import contract

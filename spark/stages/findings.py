@@ -17,10 +17,10 @@ from pyspark.sql import Window as Frame
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete
-from ..comparison import causes, classify
-from ..comparison.causes import Cause, FindingCounts
-from ..comparison.classify import FindingClass, Window
-from ..comparison.remedies import with_remedies
+from ..judging import causes, classify
+from ..judging.causes import Cause, FindingCounts
+from ..judging.classify import FindingClass, Window
+from ..judging.remedies import with_remedies
 from ..rules.rule import Acknowledgement
 from . import confirm
 from .confirm import OPEN_SCHEMA, ConfirmedRule, judgeable

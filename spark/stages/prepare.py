@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import RunOptions
-from ..comparison.classify import Window
+from ..judging.classify import Window
 from ..rules.rule import DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS, Rule
 from ..sources import contract
 from ..sources.archived import ArchivedSource

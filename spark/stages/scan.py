@@ -11,7 +11,7 @@ from pyspark.sql import Observation, SparkSession
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete, readable_errors
-from ..comparison import classify, evidence
+from ..judging import classify, evidence
 from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection

@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ..common.errors import ReconcileError
-from ..comparison import evidence
-from ..comparison.conversion import converted
+from ..judging import evidence
+from ..judging.conversion import converted
 from ..rules import masking
 from ..rules.rule import Rule
 from ..sources import contract

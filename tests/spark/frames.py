@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from spark.comparison import classify, evidence
+from spark.judging import classify, evidence
 from spark.rules.rule import Messages, Rule
 from spark.stages.prepare import PreparedRule
 from tests.spark import oracle

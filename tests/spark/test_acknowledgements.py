@@ -9,7 +9,7 @@ import pytest
 
 from spark import pipeline
 from spark.common.errors import RulesInvalid
-from spark.comparison.classify import FAULTS
+from spark.judging.classify import FAULTS
 from spark.rules import file as rules_file
 from spark.rules.rule import Fault
 from tests.spark.conftest import Reconciler

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from spark.comparison import evidence
+from spark.judging import evidence
 from spark.rules.rule import FieldRule, FieldType, Rule
 from spark.sources.values import NOT_FINITE, NUMBER, from_body
 from tests.spark.world import START

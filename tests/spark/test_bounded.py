@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from spark.comparison.detail import _shown_difference
+from spark.judging.detail import _shown_difference
 from spark.sources import bounded
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export

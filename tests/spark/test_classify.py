@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from spark.comparison import classify, evidence
+from spark.judging import classify, evidence
 from spark.rules.rule import Messages
 from tests.spark import frames, oracle
 from tests.spark.oracle import (

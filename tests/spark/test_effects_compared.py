@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from spark.common.errors import RulesInvalid
-from spark.comparison.classify import FAULTS
-from spark.comparison.remedies import REMEDIES
+from spark.judging.classify import FAULTS
+from spark.judging.remedies import REMEDIES
 from spark.rules.file import parse
 from spark.rules.rule import Fault
 from tests.spark.conftest import Reconciler

@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from spark import cli
 from spark.common.errors import UsageProblem
 from spark.common.store import Store
-from spark.comparison import causes
+from spark.judging import causes
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from spark.comparison import classify
+from spark.judging import classify
 from tests.spark import oracle, timelines
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, WATERMARK

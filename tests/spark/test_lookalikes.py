@@ -14,8 +14,8 @@ from pyspark.sql import functions as F
 
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.safe_text import shown_difference, visible
-from spark.comparison import evidence
-from spark.comparison.json_text import read
+from spark.judging import evidence
+from spark.judging.json_text import read
 from spark.rules.rule import FieldRule, FieldType, Rule
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_csv, export_parquet

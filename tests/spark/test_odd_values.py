@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark.common.store import Store
-from spark.comparison import evidence
+from spark.judging import evidence
 from spark.output import plan, report
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType, Rule

@@ -13,7 +13,7 @@ import pytest
 
 from outbox.contrib.reconciliation import plan as applied
 from spark.cli import main
-from spark.comparison.classify import FAULTS
+from spark.judging.classify import FAULTS
 from spark.output import plan
 from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler

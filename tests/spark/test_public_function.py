@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import spark
-from spark.comparison import classify
+from spark.judging import classify
 from spark.output.result import _is_tolerated
 from spark.rules.rule import Rule, Tolerance
 from tests.spark.conftest import Reconciler

@@ -15,9 +15,9 @@ import pytest
 
 from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
-from spark.comparison import causes
-from spark.comparison.causes import FindingCounts
-from spark.comparison.classify import CLASSES, FAULTS
+from spark.judging import causes
+from spark.judging.causes import FindingCounts
+from spark.judging.classify import CLASSES, FAULTS
 from spark.output import history, metrics, plot, report, summary
 from spark.stages import scan
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark.comparison.classify import FindingClass
-from spark.comparison.remedies import REMEDIES
+from spark.judging.classify import FindingClass
+from spark.judging.remedies import REMEDIES
 from tests.sample.browser import Browser
 from tests.spark.test_report import finding, page
 
