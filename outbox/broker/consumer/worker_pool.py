@@ -78,6 +78,7 @@ class HandlerThreads:
 
     A thread belongs to no subscription. It keeps its database connections when it goes on to the next subscription, so
     a process with many subscriptions has as many sessions as threads. The threads start when needed and end when idle.
+    The thread that became idle last gets the next call, so after a burst the other threads end with their sessions.
 
     A subscription that has no thread gets the next free one. The last quarter of the threads is reserved for such
     subscriptions: the slow handlers of one subscription cannot stop all others.
@@ -88,8 +89,10 @@ class HandlerThreads:
         wanted = sum(one.threads for one in subscriptions)
         self._most: Final = wanted if most is None else threads_of(subscriptions, most)
         self._reserved: Final = max(1, self._most // 4) if self._most < wanted and self._most > 1 else 0
-        # The lock for all attributes below. An idle thread waits for its notifications.
-        self._changed = threading.Condition()
+        # The lock for all attributes below.
+        self._lock = threading.Lock()
+        # Each idle thread waits to acquire a lock of its own. The thread that became idle last is the last one here.
+        self._idle: list[threading.Lock] = []
         # The pools that wait for a thread, first come first served; a pool that waits for two threads is there twice.
         self._waiting: deque[WorkerPool] = deque()
         # `_alive`: the number of threads, without those of abandoned calls. `_serving`: how many of them serve each
@@ -103,7 +106,7 @@ class HandlerThreads:
 
     def ask(self, pool: WorkerPool) -> None:
         """Let a thread serve this pool as soon as one is free."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(pool)
             self._staff()
 
@@ -114,16 +117,17 @@ class HandlerThreads:
 
     def replace_stuck(self, pool: WorkerPool) -> None:
         """Replace the thread of an abandoned call of this pool. It ends as soon as its call returns."""
-        with self._changed:
+        with self._lock:
             self._alive -= 1
             self._free(pool)
             self._staff()
 
     def stop(self, *, within_seconds: float) -> None:
         """End the threads. Threads that are stuck in a handler remain as daemon threads."""
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            while self._idle:
+                self._idle.pop().release()
             started, are_stuck = self._started, len(self._started) > self._alive
         deadline = time.monotonic() + within_seconds
         for thread in started:
@@ -135,36 +139,55 @@ class HandlerThreads:
             thread = threading.Thread(target=self._loop, args=[next(self._numbers)], daemon=True)
             self._started = [*(known for known in self._started if known.is_alive()), thread]
             thread.start()
-        else:
-            self._changed.notify()
+        elif self._idle:
+            self._idle.pop().release()
 
     def _free(self, pool: WorkerPool) -> None:
         self._busy -= 1
         self._serving[pool] -= 1
 
     def _loop(self, number: int) -> None:
-        while (pool := self._next()) is not None:
+        woken = threading.Lock()
+        woken.acquire()
+        while (pool := self._next(woken)) is not None:
             threading.current_thread().name = f"{pool.name}-{number}"
             if not pool.serve():
                 # Another thread has replaced this one.
                 return
-            with self._changed:
+            with self._lock:
                 self._free(pool)
 
-    def _next(self) -> WorkerPool | None:
-        """Return the next pool for this thread; None if the threads stop, or if this thread was idle for too long."""
-        with self._changed:
-            while not self._is_stopped:
-                for place, pool in enumerate(self._waiting):
-                    if not self._serving[pool] or self._busy < self._most - self._reserved:
-                        del self._waiting[place]
-                        self._busy += 1
-                        self._serving[pool] += 1
-                        return pool
-                if not self._changed.wait(IDLE_SECONDS) and not self._waiting:
-                    break
-            self._alive -= 1
-            return None
+    def _next(self, woken: threading.Lock) -> WorkerPool | None:
+        """Return the next pool for this thread; None if the threads stop, or if this thread was idle for too long.
+
+        `woken`: the lock of this thread for `_idle`, which it has acquired.
+        """
+        is_late = False
+        while True:
+            with self._lock:
+                if not self._is_stopped and (pool := self._first_waiting()) is not None:
+                    return pool
+                if self._is_stopped or (is_late and not self._waiting):
+                    self._alive -= 1
+                    return None
+                self._idle.append(woken)
+            if is_late := not woken.acquire(timeout=IDLE_SECONDS):
+                with self._lock:
+                    if woken in self._idle:
+                        self._idle.remove(woken)
+                    else:
+                        # Another thread wakes this one at this moment.
+                        woken.acquire()
+                        is_late = False
+
+    def _first_waiting(self) -> WorkerPool | None:
+        for place, pool in enumerate(self._waiting):
+            if not self._serving[pool] or self._busy < self._most - self._reserved:
+                del self._waiting[place]
+                self._busy += 1
+                self._serving[pool] += 1
+                return pool
+        return None
 
 
 class WorkerPool:

@@ -124,3 +124,25 @@ def test_how_many_threads_a_process_has() -> None:
         ([2] * 14, 8, 8),
     ):
         assert threads_of(subscriptions(*threads), most) == expected, (threads, most)
+
+
+def test_after_a_burst_one_thread_gets_every_call_and_the_others_end(
+    processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.5)
+    process = Process(subscriptions(8), 8)
+    processes.append(process)
+    burst = [process.submit(0) for _ in range(5)]
+    eventually(lambda: process.running == Counter(t0=5))
+    for call in burst:
+        call.release.set()
+    eventually(lambda: len(process.threads._idle) == 5)
+    process.in_threads.clear()
+
+    def others_have_ended() -> bool:
+        assert process.submit(0, is_quick=True).has_begun.wait(10)
+        eventually(lambda: process.threads._busy == 0)
+        return process.threads._alive == 1
+
+    eventually(others_have_ended)
+    assert len(process.in_threads) == 1
