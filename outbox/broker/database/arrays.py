@@ -48,17 +48,26 @@ def blobs(values: Sequence[bytes]) -> BinaryValue:
 
 def integers(values: Sequence[int]) -> BinaryValue:
     """integer[]"""
-    return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *_interleaved(4, values)))
+    return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *chain.from_iterable(zip(repeat(4), values))))
 
 
 def bigints(values: Sequence[int]) -> BinaryValue:
     """bigint[]"""
-    return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
+    return _array(
+        _INT8, len(values), struct.pack("!" + "iq" * len(values), *chain.from_iterable(zip(repeat(8), values)))
+    )
+
+
+# The types of parameters of a statement that declares its types.
+INTEGERS: Final = Type(1007, integers)
+BIGINTS: Final = Type(1016, bigints)
 
 
 def xids(values: Sequence[int]) -> BinaryValue:
     """xid8[]"""
-    return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
+    return _array(
+        _XID8, len(values), struct.pack("!" + "iQ" * len(values), *chain.from_iterable(zip(repeat(8), values)))
+    )
 
 
 def optional_integers(values: Sequence[int | None]) -> BinaryValue:
@@ -93,10 +102,6 @@ def dump_headers(headers: Mapping[str, str]) -> str:
 
 def _blobs(oid: int, values: Sequence[bytes]) -> BinaryValue:
     return _array(oid, len(values), b"".join([part for value in values for part in (_LENGTH(len(value)), value)]))
-
-
-def _interleaved(size: int, values: Sequence[int]) -> Iterable[int]:
-    return chain.from_iterable(zip(repeat(size), values))
 
 
 def _optional(oid: int, values: Sequence[bytes | None]) -> BinaryValue:

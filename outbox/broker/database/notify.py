@@ -38,6 +38,7 @@ class Channel(enum.StrEnum):
     SHARED = "shared"
     """From consumers to consumers: a group's members, its leases or its `paused` flag have changed."""
 
+    @functools.cache
     def name_in(self, schema: str) -> str:
         """Return the PostgreSQL channel of a broker."""
         return f"{schema}_{self.value}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Final, Protocol
 
 import psycopg
@@ -118,7 +119,13 @@ def can_send(connection: Connection) -> bool:
 
 
 def first_row(run: Executor, statement: Statement, values: Sequence[Any]) -> Row | None:
-    """Execute a statement that declares its types, and return its first row.
+    """Like `all_rows`, but return the first row, or None."""
+    rows = all_rows(run, statement, values)
+    return rows[0] if rows else None
+
+
+def all_rows(run: Executor, statement: Statement, values: Sequence[Any]) -> list[Row]:
+    """Execute a statement that declares its types, and return its rows.
 
     The statement is prepared on a direct connection of the broker. On other connections, psycopg prepares it if the
     connection's `prepare_threshold` is set. Raises psycopg.Error.
@@ -127,8 +134,7 @@ def first_row(run: Executor, statement: Statement, values: Sequence[Any]) -> Row
     if can_send(connection) and (isinstance(connection, BrokerConnection) or connection.prepare_threshold is None):
         dumped = statement.dumped(values)
         if dumped is not None:
-            rows = send_one(connection, run.schema, statement, dumped)
-            return rows[0] if rows else None
+            return send_one(connection, run.schema, statement, dumped)
     return _by_cursor(connection, statement.on(run.schema)[0], values)
 
 
@@ -195,7 +201,7 @@ def _result(connection: Connection) -> PGresult:
     return result
 
 
-def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Row | None:
+def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> list[Row]:
     # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. Without the kept
     # cursor, a call takes 10 to 20 µs more CPU. The cursor is taken out while it works, so no second thread uses it,
     # and after an error it is not used again. A kept cursor would ignore a new client_encoding.
@@ -207,26 +213,25 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
         cursor, of_encoding = cursor_on(connection, contains_times=False), encoding
     if encoding != of_encoding:
         cursor = cursor_on(connection, contains_times=False)
-    row: Row | None = cursor.execute(text, values, prepare=True).fetchone()
+    rows: list[Row] = cursor.execute(text, values, prepare=True).fetchall()
     free.append((cursor, encoding))
-    return row
+    return rows
 
 
 # -- several statements in one round trip ----------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A sent command without its answer.
+class _Prepared:
+    """A sent command that prepares the statement `text` under `name`."""
 
-    `text` and `name` are set if the command prepares a statement. `loads`: the loaders of the columns; empty if they
-    are not declared. `adapter` is set if psycopg converts the rows.
-    """
+    text: bytes
+    name: bytes
 
-    text: bytes = b""
-    name: bytes = b""
-    loads: Sequence[Callable[[bytes], Any]] = ()
-    adapter: abc.Transformer | None = None
+
+# What a sent command waits for: the end of a preparation, or rows, which psycopg converts, or the loaders of the
+# columns (none: the rows stay as they are).
+_Sent = _Prepared | abc.Transformer | list[Callable[[bytes], Any]]
 
 
 class RoundTrip:
@@ -245,21 +250,23 @@ class RoundTrip:
         self._schema = schema
         self._prepared = prepared
         self._sent: list[_Sent] = []
+        # How many of the sent commands prepare a statement.
+        self._preparing = 0
         self._cursor: psycopg.RawCursor[Any] | None = None
 
     def send(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
         text, names = statement.on(self._schema)
-        values = [parameters[name] for name in names] if parameters is not None else []
+        values = list(map(parameters.__getitem__, names)) if parameters is not None else []
         types, formats = statement.oids or None, statement.formats or None
         if types is not None:
             values = statement.dumped_all(values)
-        pgconn = self._pipeline()
-        if self._prepared is None:
+        pgconn, prepared = self._pipeline(), self._prepared
+        if prepared is None:
             pgconn.send_query_params(text, values, types, formats)
         else:
-            pgconn.send_query_prepared(self._name(self._prepared, text, types), values, formats)
-        return self._add(_Sent(loads=statement.loads))
+            pgconn.send_query_prepared(prepared.get(text) or self._prepare(text, types), values, formats)
+        return self._add(statement.loads)
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
         """Do the same as `send`, but psycopg converts the parameters and the rows, as a cursor does.
@@ -272,25 +279,25 @@ class RoundTrip:
         adapter = Transformer(self._cursor)
         values = adapter.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
         types, formats = adapter.types, adapter.formats
-        pgconn = self._pipeline()
-        if self._prepared is None:
+        pgconn, prepared = self._pipeline(), self._prepared
+        if prepared is None:
             pgconn.send_query_params(text, values, types, formats, Format.BINARY)
         else:
-            pgconn.send_query_prepared(self._name(self._prepared, text, types), values, formats, Format.BINARY)
-        return self._add(_Sent(adapter=adapter))
+            name = prepared.get(text) or self._prepare(text, types)
+            pgconn.send_query_prepared(name, values, formats, Format.BINARY)
+        return self._add(adapter)
 
-    def _name(self, prepared: dict[bytes, bytes], text: bytes, types: Sequence[int] | None = None) -> bytes:
-        """Return the name of the prepared statement. If the statement is not prepared yet, send it to be prepared."""
-        name = prepared.get(text)
-        if name is None:
-            name = new_statement_name()
-            self._pipeline().send_prepare(name, text, types)
-            self._sent.append(_Sent(text, name))
+    def _prepare(self, text: bytes, types: Sequence[int] | None) -> bytes:
+        """Send a statement to be prepared, and return its name."""
+        name = new_statement_name()
+        self._connection.pgconn.send_prepare(name, text, types)
+        self._sent.append(_Prepared(text, name))
+        self._preparing += 1
         return name
 
     def _add(self, sent: _Sent) -> int:
         self._sent.append(sent)
-        return sum(not sent.name for sent in self._sent) - 1
+        return len(self._sent) - self._preparing - 1
 
     def discard_prepared(self) -> None:
         """Deallocate the prepared statements one by one, so that later plans see the current tables."""
@@ -298,7 +305,7 @@ class RoundTrip:
             return
         for name in self._prepared.values():
             self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
-            self._sent.append(_Sent())
+            self._sent.append([])
         self._prepared.clear()
 
     def finish(self) -> list[list[Row]]:
@@ -316,6 +323,7 @@ class RoundTrip:
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
         """Like `finish`, but return the rows of the statements before an error, and the error or None."""
         pgconn, sent, self._sent = self._connection.pgconn, self._sent, []
+        self._preparing = 0
         pgconn.pipeline_sync()
         rows: list[list[Row]] = []
         error: psycopg.Error | None = None
@@ -324,8 +332,8 @@ class RoundTrip:
                 error = error or self._error(result)
             elif error is None and number < len(sent):
                 one = sent[number]
-                if not one.name:
-                    rows.append(_rows(result, one))
+                if not isinstance(one, _Prepared):
+                    rows.append(_rows(result, one) if result.ntuples else [])
                 elif self._prepared is not None:
                     self._prepared[one.text] = one.name
         if pgconn.status == ConnStatus.OK:
@@ -337,6 +345,7 @@ class RoundTrip:
         if self._sent and self._connection.pgconn.status == ConnStatus.OK:
             self.finish_all()
         self._sent = []
+        self._preparing = 0
 
     def _pipeline(self) -> PGconn:
         if not self._sent:
@@ -381,14 +390,14 @@ class RoundTrip:
         return error_from_result(result, encoding=self._connection.info.encoding)
 
 
-def _rows(result: PGresult, sent: _Sent) -> list[Row]:
-    if sent.loads:
-        return _loaded(result, sent.loads)
-    if sent.adapter is not None:
-        sent.adapter.set_pgresult(result)
-        return sent.adapter.load_rows(0, result.ntuples, tuple)
+def _rows(result: PGresult, sent: abc.Transformer | list[Callable[[bytes], Any]]) -> list[Row]:
+    if not isinstance(sent, list):
+        sent.set_pgresult(result)
+        return sent.load_rows(0, result.ntuples, tuple)
+    if sent:
+        return _loaded(result, sent)
     columns = range(result.nfields)
-    return [tuple(result.get_value(row, column) for column in columns) for row in range(result.ntuples)]
+    return [tuple(map(result.get_value, repeat(row), columns)) for row in range(result.ntuples)]
 
 
 class AfterTick(Protocol):

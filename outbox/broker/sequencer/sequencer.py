@@ -210,12 +210,12 @@ class _Ticked:
 
     @classmethod
     def parse(cls, row: Row) -> Self:
-        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, met = (
+        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, met = [
             None if one is None else one.decode() for one in row
-        )
+        ]
         if obstacle is not None:
             return cls(obstacle, "", None, "", [], TickCounts())
-        decisions, appended, held, released, scheduled, due = (int(one or 0) for one in counts)
+        decisions, appended, held, released, scheduled, due = [int(one or 0) for one in counts]
         return cls(
             None,
             seen or "",

@@ -50,11 +50,11 @@ def test_a_call_of_another_thread_on_the_same_connection_does_not_change_the_row
     rows: list[object] = []
 
     class Interrupted(psycopg.RawCursor[tuple[Any, ...]]):
-        def fetchone(self) -> tuple[Any, ...] | None:
+        def fetchall(self) -> list[tuple[Any, ...]]:
             if not rows:
                 rows.append("the other call has begun")
                 rows.append(first_row(run, ECHO, ("other",)))
-            return super().fetchone()
+            return super().fetchall()
 
     monkeypatch.setattr(psycopg, "RawCursor", Interrupted)
     assert first_row(run, ECHO, ("é",)) == ("é", 2)
