@@ -185,7 +185,8 @@ class UnknownVersions:
     """The versions of events that one subscription has met and does not know. Only the dispatching thread uses it."""
 
     def __init__(self) -> None:
-        self._met: dict[tuple[str, int], str] = {}
+        # The versions that the next `report` stores.
+        self.met: Final[dict[tuple[str, int], str]] = {}
         self._reported_at: dict[tuple[str, int], float] = {}
 
     def note(self, results: Sequence[Result]) -> None:
@@ -193,23 +194,21 @@ class UnknownVersions:
         for result in results:
             if isinstance(result, UnknownEventVersion):
                 version = result.event[:_LONGEST_NAME], result.version
-                if version in self._met or len(self._met) < _MOST_VERSIONS:
-                    self._met[version] = shown_text(result)[:_LONGEST_TEXT]
+                if version in self.met or len(self.met) < _MOST_VERSIONS:
+                    self.met[version] = shown_text(result)[:_LONGEST_TEXT]
 
     def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
         """Store for operators which versions wait; each version at most once per ten seconds."""
-        if not self._met:
-            return
         now = time.monotonic()
         kept = {one: at for one, at in self._reported_at.items() if now - at < _FORGOTTEN_AFTER_SECONDS}
         self._reported_at = kept
-        for (event, version), error in self._met.items():
+        for (event, version), error in self.met.items():
             is_due = now - kept.get((event, version), -_REPORT_SECONDS) >= _REPORT_SECONDS
             if is_due and ((event, version) in kept or len(kept) < _MOST_VERSIONS):
                 kept[event, version] = now
                 logger.warning("group %d: messages wait: %s", key[0], error)
                 members.report_unknown_version(run, instance, key, event, version, error)
-        self._met.clear()
+        self.met.clear()
 
 
 # -- subscriptions ---------------------------------------------------------------------------------
@@ -249,6 +248,7 @@ class SubscriptionRunner:
         self.unknown: Final = UnknownVersions()
         # Whether messages may wait in the lanes because the pool accepts no more calls.
         self.backlog = False
+        # The number of pauses of the outage that is stored for operators.
         self._reported = 0
 
     @property
@@ -263,7 +263,7 @@ class SubscriptionRunner:
         """Return whether the pool may get another call now."""
         if self.admission is not None and not self.admission.admits(now):
             return False
-        return self.pool.room > 0 and self.may_call(now)
+        return self.pool.room > 0 and (self.outage.resume_at is None or self.may_call(now))
 
     def may_call(self, now: float) -> bool:
         """Return whether an outage allows a call now."""
@@ -285,11 +285,22 @@ class SubscriptionRunner:
         if resume_at is not None and self.pool.in_hand > 0:
             # In an outage only one call runs at a time. The end of that call wakes the dispatching thread.
             return None
-        return min((at for lane in self.lanes if (at := lane.next_at()) is not None), default=None)
+        earliest: float | None = None
+        for lane in self.lanes:
+            at = lane.next_at()
+            if at is not None and (earliest is None or at < earliest):
+                earliest = at
+        return earliest
 
-    def report_outage(self, run: Executor, instance: UUID) -> None:
-        """Store for operators whether there is an outage, if the number of pauses has changed since the last call of
-        this method."""
+    def report(self, run: Executor, instance: UUID) -> None:
+        """Store for operators what has changed since the last call: whether there is an outage, and which versions of
+        events wait for newer code."""
+        if self.outage.resume_at is not None or self._reported:
+            self._report_outage(run, instance)
+        if self.unknown.met:
+            self.unknown.report(run, instance, self.subscribed.key)
+
+    def _report_outage(self, run: Executor, instance: UUID) -> None:
         pauses = self.outage.pauses
         if pauses == self._reported:
             return
@@ -345,7 +356,8 @@ class Calls:
 
     def __init__(self, runners: Mapping[tuple[int, int], SubscriptionRunner]) -> None:
         self._runners = runners
-        self._has_claims = any(runner.subscribed.claims for runner in runners.values())
+        # Whether the handler of any subscription runs for a claimed message.
+        self.has_claims: Final = any(runner.subscribed.claims for runner in runners.values())
         self._running: set[HandlerCall] = set()
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
@@ -410,18 +422,23 @@ class Calls:
 
         A stuck call ends the process when it has run for twice its timeout.
         """
-        now = time.monotonic()
-        limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
-        hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
-        claims = [at for work in self._claimed() for at in (work.leaves_at(), work.renew_at or None) if at is not None]
-        # If a stuck call has reached its limit, the process is already ending. So for stuck calls, the method returns
-        # only times in the future.
-        return [*claims, *(began + seconds for began, seconds in limits if began is not None)] + [
-            began + seconds for began, seconds in hangs if began is not None and began + seconds > now
-        ]
+        found: list[float] = []
+        for work in self._running:
+            # Read the time once: the handler's thread sets it to None when the next message joins.
+            if (began := work.started_at) is not None:
+                found.append(began + work.subscribed.subscription.timeout_seconds)
+        if self._stuck:
+            # If a stuck call has reached its limit, the process is already ending. So for stuck calls, the method
+            # returns only times in the future.
+            now = time.monotonic()
+            hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
+            found += [began + seconds for began, seconds in hangs if began is not None and began + seconds > now]
+        for work in self._claimed() if self.has_claims else ():
+            found += [at for at in (work.leaves_at(), work.renew_at or None) if at is not None]
+        return found
 
     def _claimed(self) -> list[HandlerCall]:
-        return [work for work in self._running if work.claimed_at is not None] if self._has_claims else []
+        return [work for work in self._running if work.claimed_at is not None] if self.has_claims else []
 
     def leaving(self, now: float) -> list[HandlerCall]:
         """Return the running calls whose claimed message leaves its queue now."""

@@ -47,7 +47,7 @@ from outbox.broker.consumer.worker_pool import HandlerThreads, RunCall
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.sender import RoundTrip
 from outbox.broker.groups import lives, offsets
-from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import CallsReport
 from outbox.broker.log.consume_queue import heads
 from outbox.errors import BrokerError
@@ -193,6 +193,8 @@ class Prefetcher:
         """
         for queue, room, rows in self.ahead.take():
             self._ingest(queue, rows, more=len(rows) == room)
+        if not self._hungry:
+            return
         self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
         wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
         if wanted:
@@ -347,14 +349,15 @@ class Dispatcher:
 
     def step(self, run: Executor, grown: Collection[int] | None) -> None:
         """Do all work that is possible now. `grown` has the ids of queues that have grown; None means any queue."""
-        self._prefetcher.mark_grown(grown)
+        if grown is None or grown:
+            self._prefetcher.mark_grown(grown)
         self._adopt(run)
         self._collect(run)
-        self._keep_claims(run)
+        if self._calls.has_claims:
+            self._keep_claims(run)
         self._quarantine.settle(run)
         for runner in self._runners.values():
-            runner.report_outage(run, self._instance)
-            runner.unknown.report(run, self._instance, runner.subscribed.key)
+            runner.report(run, self._instance)
         self._prefetcher.fetch(run)
         self._dispatch(run)
         self._store(run)
@@ -367,25 +370,23 @@ class Dispatcher:
         Call this right before the wait.
         """
         now = time.monotonic()
-        due = [
-            at
-            for runner in self._runners.values()
-            if not (runner.subscribed.group.paused or self._quarantine.silent)
-            and (at := runner.next_at(now)) is not None
-        ]
-        due += [
-            at
-            for runner in self._runners.values()
-            if runner.admission is not None and (at := runner.admission.next_at(now)) is not None
-        ]
-        due += self._calls.deadlines()
-        due += [at for runner in self._runners.values() if (at := runner.pool.spread_at()) is not None]
+        due: list[float | None] = [now + longest, *self._calls.deadlines()]
+        is_silent = self._quarantine.silent
+        for runner in self._runners.values():
+            if not (is_silent or runner.subscribed.group.paused):
+                due.append(runner.next_at(now))
+            if runner.admission is not None:
+                due.append(runner.admission.next_at(now))
+            if runner.pool.behind:
+                due.append(runner.pool.spread_at())
         if now < self._claims_until:
             due.append(self._claims_until)
         if self._dirty:
             due.append(self._store_at)
-        due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
-        return self._calls.sleep(max(0.0, min([longest, *(at - now for at in due)])))
+        for queue in self._owned.values():
+            if queue.start_until > now:
+                due.append(queue.start_until)
+        return self._calls.sleep(max(0.0, min([at for at in due if at is not None]) - now))
 
     @property
     def is_idle(self) -> bool:
@@ -469,12 +470,14 @@ class Dispatcher:
                 self.enter_life(lives.current(run))
             else:
                 self._apply(event)
-        for queue in [queue for queue in self._owned.values() if not queue.trusted()]:
+        now = lease_clock()
+        for queue in [queue for queue in self._owned.values() if now >= queue.lease.trusted_until]:
             self._lose(queue)
-        for queue in self._stale:
-            if queue.running == 0:
-                self._ownership.unblock(queue.key)
-        self._stale = [queue for queue in self._stale if queue.running > 0]
+        if self._stale:
+            for queue in self._stale:
+                if queue.running == 0:
+                    self._ownership.unblock(queue.key)
+            self._stale = [queue for queue in self._stale if queue.running > 0]
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -710,34 +713,40 @@ class Dispatcher:
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
         self._quarantine.proceed(run)
+        is_silent = self._quarantine.silent
         # Each step gives calls to every subscription whose threads have room, so there are no weights: no
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
-            runner.pool.spread(now)
+            if runner.pool.behind:
+                runner.pool.spread(now)
+            group = runner.subscribed.group
             if (admission := runner.admission) is not None:
-                may_start = not (runner.subscribed.group.paused or self._quarantine.silent) and runner.may_call(now)
+                may_start = not (group.paused or is_silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
                 now = time.monotonic()
-            if runner.subscribed.group.paused:
+            if group.paused:
                 continue
             for lane in runner.lanes:
-                while not self._quarantine.silent and runner.admits(now) and (items := lane.take(now)):
+                while not is_silent and runner.admits(now) and (items := lane.take(now)):
                     if admission is not None:
                         admission.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
+                    if group.quarantined:
+                        is_silent = self._quarantine.silent
             runner.backlog = runner.is_backlogged()
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:
         """Return whether each running call must wake the dispatching thread when it ends."""
-        return (
-            self._draining
-            or self._bounded
-            or self._quarantine.pending
-            or bool(self._stale)
-            or any(runner.outage.resume_at is not None for runner in self._runners.values())
-            or any(queue.phase is not Phase.ACTIVE for queue in self._owned.values())
-        )
+        if self._draining or self._bounded or self._quarantine.pending or self._stale:
+            return True
+        for runner in self._runners.values():
+            if runner.outage.resume_at is not None:
+                return True
+        for queue in self._owned.values():  # noqa: SIM110 (a generator takes a frame per queue, at each step)
+            if queue.phase is not Phase.ACTIVE:
+                return True
+        return False
 
     def _submit(self, run: Executor, work: HandlerCall) -> None:
         if not all(map(_ROW, work.items)):

@@ -286,7 +286,7 @@ class ConcurrentLane:
         """Return the messages of the next call; an empty list if no message may be handled now."""
         if self._later:
             self.wake(now)
-        return take_run(self._ready, self._batch)
+        return take_run(self._ready, self._batch) if self._ready else []
 
     def wake(self, now: float) -> None:
         """Count the failed messages that are due now as waiting."""

@@ -221,17 +221,19 @@ class WorkerPool:
         # number of threads.
         self._staffing = threading.Lock()
         # `_working`: the number of threads that serve this pool, with those that it waits for. `_asked`: how many it
-        # waits for. `_stuck`: the number of threads whose call was abandoned and has not returned. `_in_hand`: the
-        # number of submitted calls that are not over.
+        # waits for. `_stuck`: the number of threads whose call was abandoned and has not returned.
         self._working = 0
         self._asked = 0
         self._stuck = 0
-        self._in_hand = 0
-        # `_behind`: the calls that wait for a busy thread. `_busy`: the number of calls in `_queue` and of threads that
-        # run calls. `_taken_at`: the time (time.monotonic) at which a thread last took a call from `_behind`, or at
-        # which a call was added to the empty `_behind`.
+        # The number of submitted calls that have not ended.
+        self.in_hand = 0
+        # Whether so many handlers are stuck that the pool starts no more threads and no more calls.
+        self.frozen = False
+        # `behind`: the calls that wait for a busy thread; any thread may ask whether there are any. `_busy`: the number
+        # of calls in `_queue` and of threads that run calls. `_taken_at`: the time (time.monotonic) at which a thread
+        # last took a call from `behind`, or at which a call was added to the empty `behind`.
         self._sharing_lock = threading.Lock()
-        self._behind: deque[HandlerCall] = deque()
+        self.behind: Final[deque[HandlerCall]] = deque()
         self._busy = 0
         self._taken_at = 0.0
 
@@ -241,7 +243,8 @@ class WorkerPool:
         if self.frozen:
             return 0
         ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
-        return max(0, self.usable_threads * (1 + ahead) - self._in_hand)
+        threads = self._threads if self.gate is None else self.usable_threads
+        return max(0, threads * (1 + ahead) - self.in_hand)
 
     @property
     def usable_threads(self) -> int:
@@ -251,23 +254,13 @@ class WorkerPool:
         return min(self._threads, self.gate.allowed)
 
     @property
-    def frozen(self) -> bool:
-        """Whether so many handlers are stuck that the pool starts no more threads and no more calls."""
-        return self._stuck > self._threads * STUCK_LIMIT
-
-    @property
     def waiting(self) -> int:
         """The number of calls that no thread has taken yet. Any thread may read this property."""
-        return self._queue.qsize() + len(self._behind) + self._at_gate
+        return self._queue.qsize() + len(self.behind) + self._at_gate
 
     @property
     def _at_gate(self) -> int:
         return 0 if self.gate is None else self.gate.waiting
-
-    @property
-    def in_hand(self) -> int:
-        """The number of submitted calls that have not ended."""
-        return self._in_hand
 
     @property
     def running(self) -> int:
@@ -284,7 +277,7 @@ class WorkerPool:
 
         After `reserve`, the pool's user calls `start`, or only `collected` if the call is refused.
         """
-        self._in_hand += 1
+        self.in_hand += 1
 
     def start(self, work: HandlerCall) -> None:
         """Run a call that `reserve` has counted."""
@@ -296,18 +289,13 @@ class WorkerPool:
         """If this call may share the transaction of a busy thread, let the call wait for a busy thread. Return whether
         the call waits."""
         with self._sharing_lock:
-            if sharing.allowed and may_join(work) and len(self._behind) < _BEHIND * self._busy:
-                if not self._behind:
+            if sharing.allowed and may_join(work) and len(self.behind) < _BEHIND * self._busy:
+                if not self.behind:
                     self._taken_at = time.monotonic()
-                self._behind.append(work)
+                self.behind.append(work)
                 return True
             self._busy += 1
             return False
-
-    @property
-    def has_behind(self) -> bool:
-        """Whether calls wait for a busy thread. Any thread may read this property."""
-        return bool(self._behind)
 
     def take(self) -> HandlerCall | None:
         """Return a call that waits for a busy thread, or None. Only a thread of the pool uses this method."""
@@ -315,14 +303,14 @@ class WorkerPool:
             return self._take_behind()
 
     def _take_behind(self) -> HandlerCall | None:
-        if not self._behind:
+        if not self.behind:
             return None
         self._taken_at = time.monotonic()
-        return self._behind.popleft()
+        return self.behind.popleft()
 
     def spread_at(self) -> float | None:
         """Return the time at which to call `spread`; None if no call waits, or if no thread is free to run it."""
-        return self._taken_at + _BEHIND_SECONDS if self._behind and self._busy < self._threads else None
+        return self._taken_at + _BEHIND_SECONDS if self.behind and self._busy < self._threads else None
 
     def spread(self, now: float) -> None:
         """Give the calls that wait for busy threads to other threads, if the busy threads do not take them."""
@@ -333,9 +321,9 @@ class WorkerPool:
             self._staff()
 
     def _spread(self) -> None:
-        while self._behind:
+        while self.behind:
             self._busy += 1
-            self._enqueue(self._behind.popleft())
+            self._enqueue(self.behind.popleft())
 
     def withdraw(self) -> list[HandlerCall]:
         """Return the submitted calls that no thread has taken."""
@@ -351,8 +339,8 @@ class WorkerPool:
                 self.gate.done()
         with self._sharing_lock:
             self._busy -= len(waiting)
-            waiting += self._behind
-            self._behind.clear()
+            waiting += self.behind
+            self.behind.clear()
         return waiting
 
     def withdraw_at_gate(self) -> list[HandlerCall]:
@@ -373,18 +361,18 @@ class WorkerPool:
 
     def collected(self) -> None:
         """Record that a submitted call is over."""
-        self._in_hand -= 1
+        self.in_hand -= 1
 
     def replace_stuck(self) -> None:
         """Replace the thread of an abandoned call that still runs."""
-        self._in_hand -= 1
+        self.in_hand -= 1
         with self._staffing:
             self._working -= 1
         self.shared_threads.replace_stuck(self)
         with self._sharing_lock:
             self._busy -= 1
             self._spread()
-        self._stuck += 1
+        self._count_stuck(1)
         if self.frozen:
             logger.error(
                 "%s: %d handlers are stuck; outbox starts no more threads for this subscription",
@@ -395,8 +383,12 @@ class WorkerPool:
 
     def unstuck(self) -> None:
         """Record that an abandoned call has returned. The thread of this call ends."""
-        self._stuck -= 1
+        self._count_stuck(-1)
         self._staff()
+
+    def _count_stuck(self, change: int) -> None:
+        self._stuck += change
+        self.frozen = self._stuck > self._threads * STUCK_LIMIT
 
     def _staff(self) -> None:
         """Ask for threads for the waiting calls, unless too many threads are stuck."""
@@ -505,7 +497,7 @@ class Caller:
         If calls wait for a busy thread of the pool, this method also runs some of them, in the same transaction.
         """
         sharing = pool.sharing
-        if sharing is not None and pool.has_behind and sharing.allowed and may_join(work):
+        if sharing is not None and pool.behind and sharing.allowed and may_join(work):
             take, deliver = pool.take, self._deliver_joined
             shared = SharedCalls(
                 work, sharing, take=take, deliver=deliver, running=self._joined, finished=self._finished
