@@ -211,6 +211,10 @@ class OneWay:
             if not room and not self._has_caught_up(pgconn):
                 return False
             count = min(room, len(self._queued))
+            if count == 1:
+                self._write_one(pgconn, self._queued.popleft())
+                pgconn.flush()
+                continue
             ahead = [self._queued[position] for position in range(count)]
             last = {pending.request: pending for pending in ahead if pending.request.is_said_once}
             for _ in range(count):

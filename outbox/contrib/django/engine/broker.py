@@ -60,6 +60,10 @@ class CurrentEngine:
             refuse_in_tests(self.settings.broker)
         return self.broker
 
+    def broker_at_commit(self) -> Broker:
+        """The broker for a message that this object has published: its own broker, unless the settings have changed."""
+        return self.broker if self is _current else get_broker()
+
     def place_of(self, alias: str) -> tuple[object, ...]:
         """The key of an alias in `paths`."""
         return self.place if self.has_database and alias == self.settings.broker else place_named_by(alias)

@@ -112,6 +112,7 @@ def publish(
     error.
     """
     try:
+        current = current_engine()
         built = build(
             topic,
             body,
@@ -122,8 +123,11 @@ def publish(
             delay=delay,
             deliver_at=deliver_at,
             timeout=timeout,
+            current=current,
         )
-        published = publish_bound([built], immunity_seconds=immunity_seconds, using=using, at_once=at_once)
+        published = publish_bound(
+            [built], immunity_seconds=immunity_seconds, using=using, at_once=at_once, current=current
+        )
         return published.receipts[0]
     except BaseException as error:
         # This is `failing_takes_the_block_along`, without the time that a context manager takes.
@@ -249,24 +253,30 @@ def publish_bound(
     immunity_seconds: int | None = None,
     producer: ProducerEpoch | None = None,
     at_once: bool = False,
+    current: CurrentEngine | None = None,
 ) -> Published:
-    """Like `publish_messages`.
+    """Like `publish_messages`. `current`: the engine of this process, if the caller has read it already.
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`). If `producer` is not the newest
     instance of its transactional id, the broker refuses the messages. If the call raises an error, the caller must roll
     back the block. The broker may have stored the half message before the error. Check-back rolls this half message
     back, because its ledger row is missing.
     """
-    with tracing.publishing(messages) as traced:
-        return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer), at_once)
+    terms, current = _HalfTerms(checker, immunity_seconds, producer), current or current_engine()
+    if tracing.tracer is None:
+        return _publish(current, messages, using, terms, at_once)
+    with tracing.tracer.publishing(messages) as traced:
+        return _publish(current, traced, using, terms, at_once)
 
 
-def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool) -> Published:
-    current = current_engine()
+def _publish(
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool
+) -> Published:
     first = messages[0]
     effects.refuse_publish(first.topic)
     connection = current_transaction(using)
-    check_immunity(first.topic, terms.immunity_seconds)
+    if terms.immunity_seconds is not None:
+        check_immunity(first.topic, terms.immunity_seconds)
     if connection is None:
         refuse_without_transaction(messages, using, terms.immunity_seconds, at_once)
         return _publish_at_once(current, messages, using, terms)
@@ -288,7 +298,8 @@ def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms, 
         # `naming` is entered only after an error, because most calls succeed.
         with naming(what(), connection):
             raise
-    _report_duration(published, "atomic" if is_atomic else "two_phase", started)
+    if measures.recorder is not None:
+        _report_duration(published, "atomic" if is_atomic else "two_phase", started)
     return published
 
 
@@ -407,7 +418,7 @@ def _publish_atomic(
     if _has_failed:
         _note_success()
     confirm(connection, current, place)
-    connection.on_commit(_wake_after_commit, robust=True)
+    connection.on_commit(functools.partial(_wake_after_commit, current), robust=True)
     return Published(receipts)
 
 
@@ -427,9 +438,9 @@ def _note_success() -> None:
     get_broker().publishing_worked()
 
 
-def _wake_after_commit() -> None:
+def _wake_after_commit(current: CurrentEngine) -> None:
     point("producer.after_local_commit")
-    get_broker().notify_decided()
+    current.broker_at_commit().notify_decided()
 
 
 # -- the two-phase path -----------------------------------------------------------------------------
@@ -508,14 +519,11 @@ def _in_all_steps(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Ite
 
 
 def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], messages: Sequence[Message]) -> None:
-    lock_keys(
-        connection,
-        [
-            (item.topic, item.key)
-            for topic, item in zip(topics, messages, strict=True)
-            if topic.is_fifo and topic.key_lock
-        ],
-    )
+    keys = [
+        (item.topic, item.key) for topic, item in zip(topics, messages, strict=True) if topic.is_fifo and topic.key_lock
+    ]
+    if keys:
+        lock_keys(connection, keys)
 
 
 def _topic(current: CurrentEngine, name: str) -> Topic:
@@ -573,15 +581,19 @@ def build(
     delay: float | timedelta | None,
     deliver_at: datetime | None,
     timeout: float | timedelta | None,
+    current: CurrentEngine | None = None,
 ) -> Message:
-    """Like `message`, with the options in one sequence: it takes less time to pass them on."""
+    """Like `message`, with the options in one sequence: it takes less time to pass them on.
+
+    `current`: the engine of this process, if the caller has read it already.
+    """
     if not isinstance(topic, str):
         if isinstance(body, Option):
             body, options = NOT_GIVEN, (body, *options)
         topic, body, key, tag, headers = event_message(topic, body, key, tag, headers)
     elif body is NOT_GIVEN:
         raise UsageError(f"topic {topic!r}: no body was passed. Nothing was published. Pass a body, or an event alone.")
-    current = current_engine()
+    current = current or current_engine()
     encoded, content_type = current.codecs.encode(topic, body)
     draft = None
     if options or current.body_steps:
@@ -603,10 +615,10 @@ def build(
             body=encoded,
             message_id=uuid7() if draft is None else draft.message_id,
             content_type=content_type,
-            key=key_text(key),
+            key=key if type(key) is str else key_text(key),
             tag=tag,
             headers=headers or {} if timeout is None else with_timeout(topic, headers, timeout),
-            delay=wait_of(topic, delay, deliver_at),
+            delay=None if delay is None else wait_of(topic, delay, deliver_at),
             deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
         )
         if options and (kept := [option for option in options if option.is_kept]):
