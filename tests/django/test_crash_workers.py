@@ -40,11 +40,6 @@ WORKERS: Final = {
 ROLES: Final = {"sequencer": "broker", "check": "check", "consumer": "consumer"}
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"
-# tests/sinks and test_receive.py kill there.
-# broker/schedules/test_publishing.py kills there.
-FORWARDED, RECEIVED = "forward.after_acknowledgement", "receive.after_send"
-# test_endpoints.py kills there.
-DISABLED: Final = "forward.before_disabled"
 # test_group_rename.py kills there.
 RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
 # test_claims_processes.py kills there.
@@ -60,8 +55,7 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS]
-    elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
+    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, UNIQUE_STEP, RESYNC]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 

@@ -14,6 +14,7 @@ from django.core.management.base import CommandError
 from django.db.utils import DatabaseError
 from django.test import Client
 
+from outbox import hooks
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import OperatorAction
@@ -183,6 +184,12 @@ def test_while_the_database_is_away_the_last_known_state_counts_and_no_count_is_
         "not acknowledged",
         "no\N{REPLACEMENT CHARACTER}answer",
     )
+
+
+def test_every_fault_point_is_armed() -> None:
+    # The tests in tests/sinks, and the next one.
+    armed = {"forward.after_acknowledgement", "forward.before_disabled"}
+    assert {name for name in hooks.fault_points if name.startswith("forward.")} == armed
 
 
 @pytest.mark.timeout(300)

@@ -14,6 +14,7 @@ from kombu.connection import Connection
 from kombu.entity import Queue
 from kombu.messaging import Producer
 
+from outbox import hooks
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.errors import ConfigurationError
@@ -49,6 +50,11 @@ def send(url: str, *messages: tuple[str, Any], **more: Any) -> None:
                 **{"headers": {"outbox-key": body["number"]}, **more},
                 **({"message_id": message_id} if message_id else {}),
             )
+
+
+def test_every_fault_point_is_armed() -> None:
+    # The next test.
+    assert [name for name in hooks.fault_points if name.startswith("receive.")] == ["receive.after_send"]
 
 
 @pytest.mark.slow

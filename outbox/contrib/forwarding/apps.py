@@ -8,6 +8,7 @@ from outbox import hooks
 from outbox.contrib.forwarding.settings import ForwardSettings
 
 hooks.add_settings(ForwardSettings)
+hooks.add_fault_points("forward.after_acknowledgement", "forward.before_disabled")
 
 
 class OutboxForwardingConfig(AppConfig):

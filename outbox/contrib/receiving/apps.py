@@ -8,6 +8,7 @@ from outbox import hooks
 from outbox.contrib.receiving.settings import ReceiveSettings
 
 hooks.add_settings(ReceiveSettings)
+hooks.add_fault_points("receive.after_send")
 
 
 class OutboxReceivingConfig(AppConfig):
