@@ -176,8 +176,8 @@ class Codecs:
     def decode(self, content_type: str, data: bytes) -> Any:
         """Return the decoded body; ERASED if the message is erased, or the key of its subject is deleted.
 
-        Raises UndecodableBody with the content type. Raises HandlerNotStarted if the key of an encrypted body cannot be
-        read now.
+        Raises UndecodableBody with the content type. Raises HandlerNotStarted if what the body needs, such as a key,
+        cannot be read now.
         """
         codec = self._by_content_type.get(content_type)
         if codec is None and content_type.startswith(OWN_CONTENT_TYPES):

@@ -228,15 +228,16 @@ class Delivery(Generic[Body_co]):
         """Return a binary file of the encoded body: what the codec of the topic made of it.
 
         A large body is read in pieces from its storage. Reading raises UndecodableBody at the end if the object was
-        changed. Raises MissingBody if the object is gone. Raises UsageError if the body is erased, encrypted, or
-        already decoded to an event.
+        changed. Raises MissingBody if the object is gone. Raises UsageError if the body is erased, stored in
+        the form of another part, or already decoded to an event.
         """
         if self._unread is not None:
             return self._unread.open()
         if self.erased or self.message.content_type.startswith(OWN_CONTENT_TYPES):
             raise UsageError(
-                f"open_body of message {self.message_id}: the body is erased, encrypted, or already decoded to an "
-                "event, so it cannot be read in pieces. Use delivery.body."
+                f"open_body of message {self.message_id}: the body is erased, stored as "
+                f"{self.message.content_type!r}, or already decoded to an event, so it cannot be read in pieces. Use "
+                "delivery.body."
             )
         return io.BytesIO(self.message.body)
 
@@ -277,7 +278,7 @@ class Delivery(Generic[Body_co]):
 
     @property
     def erased(self) -> bool:
-        """Whether the body was erased, or was encrypted for a subject whose key is deleted."""
+        """Whether the body was erased, or a key without which nobody can read it was deleted."""
         return self._unread is None and self.body is ERASED
 
     @property

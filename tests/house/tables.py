@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +35,7 @@ from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts
 from tests.house.parts import ROOT
-from tests.part_apps import part_apps
+from tests.part_apps import part_settings
 
 # The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
@@ -64,7 +63,7 @@ def rendered(page: str) -> str:
 
 def environment() -> list[Variable]:
     """The environment variables of the core and of the parts that this tree has."""
-    of_parts = [import_module(f"{app}.settings") for app in part_apps() if find_spec(f"{app}.settings") is not None]
+    of_parts = map(import_module, part_settings())
     return [*ENVIRONMENT, *(one for module in of_parts for one in getattr(module, "ENVIRONMENT", ()))]
 
 

@@ -449,8 +449,8 @@ def reset_command(one: DatabaseComparison) -> str:
 @CONDITIONS.declare(
     meaning="The broker does not know transactions that the application has committed, because a restore or a "
     "failover lost their messages.",
-    next_step="Reconcile the time span of the evidence: `outbox-reconcile plan` and `outbox_repair` publish the "
-    "messages again from the business rows. After the repair, run `outbox_audit settle`.",
+    next_step="Reconcile the time span of the evidence, and publish the lost messages again from the business rows "
+    "(docs/reconciliation/findings.md). Then run `outbox_audit settle`.",
     concern=Concern.LOSS,
     subject=("database",),
 )

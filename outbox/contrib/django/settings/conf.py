@@ -606,7 +606,6 @@ ENVIRONMENT: Final = (
         _USER,
         "for tests and the demo: the places where a process is killed, stopped or delayed (`outbox.utils.faults`)",
     ),
-    Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
     Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),
