@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 from uuid import UUID
 
@@ -268,54 +267,3 @@ def forget_the_old(run: Executor) -> None:
     not run.
     """
     run.execute(_FORGET)
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantineStatus:
-    """A quarantined message for operators.
-
-    `hosts`: the hosts on which instances vanished while they handled the message. `tried_on`: the host that handles the
-    message now.
-    """
-
-    group: str
-    message_id: UUID
-    topic: str
-    key: str
-    deaths: int
-    hung: bool
-    hosts: Sequence[str]
-    tried_on: str | None
-    evidence: str
-    suspected_at: datetime
-    due_at: datetime
-
-    def __str__(self) -> str:
-        what = "hanging" if self.hung else "killing its process"
-        now = f"being tried on {self.tried_on}" if self.tried_on else f"tried alone from {self.due_at:%H:%M:%S} UTC on"
-        vanished = (
-            f", instances vanished while they handled the message on {', '.join(self.hosts)}" if self.hosts else ""
-        )
-        return (
-            f"group {self.group!r}: message {self.message_id} (topic {self.topic!r}, key {self.key!r}) is suspected of "
-            f"{what}: {self.deaths} of {DEATHS_TO_GIVE_UP} deaths alone{vanished}, {now}; {self.evidence}"
-        )
-
-
-_LIST = Statement("""
-SELECT g.name AS group, l.message_id, t.name AS topic, l.key, s.deaths, s.hung,
-       ARRAY(SELECT DISTINCT v.host FROM {schema}.suspect_vanished v
-             WHERE v.group_id = s.group_id AND v.log_id = s.log_id ORDER BY v.host) AS hosts,
-       s.tried_on, s.evidence, s.suspected_at, s.due_at AT TIME ZONE 'UTC' AS due_at
-FROM {schema}.suspect s
-JOIN {schema}.consumer_group g USING (group_id)
-JOIN {schema}.commit_log l USING (log_id)
-JOIN {schema}.topic t USING (topic_id)
-ORDER BY s.deaths DESC, s.suspected_at, s.log_id
-LIMIT %(limit)s
-""")
-
-
-def list_quarantined(run: Executor, *, limit: int = 100) -> Sequence[QuarantineStatus]:
-    """Return the quarantined messages. Messages with the most deaths are first."""
-    return run.objects(QuarantineStatus, _LIST, {"limit": limit})

@@ -18,7 +18,6 @@ from uuid import uuid4
 import pytest
 
 from outbox.broker import deaths
-from outbox.broker.groups import quarantine
 from outbox.broker.operations import dead_letters
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.errors import HandlersHung
@@ -36,6 +35,10 @@ LONG = 90.0
 def orders(bench: ConsumptionBench) -> ConsumptionBench:
     bench.declare("orders", queues=2, types=FIFO)
     return bench
+
+
+def quarantined(bench: ConsumptionBench) -> list[tuple[Any, ...]]:
+    return bench.rows("SELECT log_id FROM outbox.suspect")
 
 
 class Workers:
@@ -133,7 +136,7 @@ def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
     assert_innocents_took_effect_once(orders, sent, [9])
     if mode != "concurrent":
         assert_in_order(orders)
-    assert quarantine.list_quarantined(orders.run) == []
+    assert quarantined(orders) == []
     orders.assert_conserved("g")
 
 
@@ -205,7 +208,7 @@ def test_a_harmless_message_whose_process_was_killed_from_outside_is_cleared(
             eventually(lambda dead=dead: workers.deaths() == dead, within_seconds=LONG)  # type: ignore[misc]
         assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.suspect") in ([(True,)], [(None,)])
         eventually(lambda: is_done(orders), within_seconds=LONG)
-        eventually(lambda: quarantine.list_quarantined(orders.run) == [], within_seconds=LONG)
+        eventually(lambda: quarantined(orders) == [], within_seconds=LONG)
     assert letters(orders) == []
     assert_innocents_took_effect_once(orders, sent, [])
 
@@ -220,7 +223,7 @@ def test_a_killer_that_was_mended_is_cleared_and_takes_effect(orders: Consumptio
         eventually(lambda: workers.deaths() == 2, within_seconds=LONG)
         armed.unlink()
         eventually(lambda: is_done(orders) and orders.effect_count() == 10, within_seconds=LONG)
-        eventually(lambda: quarantine.list_quarantined(orders.run) == [], within_seconds=LONG)
+        eventually(lambda: quarantined(orders) == [], within_seconds=LONG)
     assert letters(orders) == []
 
 
@@ -232,7 +235,7 @@ def test_a_requested_end_puts_no_message_into_quarantine(orders: ConsumptionBenc
         eventually(lambda: len(workers.calls()) == 4, within_seconds=LONG)
         # By the supervisor's order …
         workers.supervisor.stop()
-    assert (workers.deaths(), quarantine.list_quarantined(orders.run)) == (0, [])
+    assert (workers.deaths(), quarantined(orders)) == (0, [])
     with working(orders, tmp_path, drain_seconds=0.2) as workers:
         # … and by that of another process, which kills it later.
         pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
@@ -241,7 +244,7 @@ def test_a_requested_end_puts_no_message_into_quarantine(orders: ConsumptionBenc
         eventually(lambda: len(orders.owners()) == 1, within_seconds=LONG)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: workers.supervisor.pids().get("c1", pid) != pid, within_seconds=LONG)
-        assert (workers.deaths(), quarantine.list_quarantined(orders.run)) == (0, [])
+        assert (workers.deaths(), quarantined(orders)) == (0, [])
         workers.supervisor.stop()
 
 

@@ -179,13 +179,6 @@ def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case)
     assert case.row()[:2] == (0, 0)
 
 
-def test_the_status_names_messages_in_quarantine(case: Case) -> None:
-    case.put_into_quarantine()
-    (problem,) = [text for text in map(str, quarantine.list_quarantined(case.run)) if "suspected" in text]
-    assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
-    assert "c1 on here died" in problem
-
-
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_message_with_three_deaths_is_given_up_and_its_queue_continues(bench: ConsumptionBench, mode: Mode) -> None:
     case = Case(bench)
