@@ -23,6 +23,7 @@ from outbox.errors import (
 )
 from outbox.events.declaration import find_event
 from outbox.retry import RetryPolicy
+from outbox.utils.choices import right_choice
 from outbox.utils.safe_text import class_name, error_line, show_as, shown_text, traceback_of
 
 Value = TypeVar("Value")
@@ -180,12 +181,25 @@ class Subscription:
     def _complaints(self) -> Iterator[str]:
         if not (_is_whole(self.batch, 1) and _is_whole(self.threads, 1)):
             yield f"batch={self.batch!r} and threads={self.threads!r} must be whole numbers and at least 1"
-        if isinstance(self.start, datetime) and self.start.tzinfo is None:
-            yield f"start={self.start!r} needs a time zone"
+        if right := right_choice(Mode, self.mode):
+            yield f"mode={self.mode!r} must be {right}"
+        if isinstance(self.start, datetime):
+            if self.start.tzinfo is None:
+                yield f"start={self.start!r} needs a time zone"
+        elif right := right_choice(Start, self.start):
+            other = "" if isinstance(self.start, str) else " or a datetime with a time zone"
+            yield f"start={self.start!r} must be {right}{other}"
         if not isinstance(self.retry, RetryPolicy):
             yield f"retry={self.retry!r} must be a RetryPolicy, for example RetryPolicy(max_attempts=3)"
         if not isinstance(self.on_error, Mapping) or not all(map(_is_error, self.on_error)):
-            yield f"on_error={self.on_error!r} must map exception classes to reactions, as in {{ValueError: 'stop'}}"
+            yield (
+                f"on_error={self.on_error!r} must map exception classes to reactions, as in "
+                "{ValueError: OnError.STOP}"
+            )
+        else:
+            for kind, reaction in self.on_error.items():
+                if right := right_choice(OnError, reaction):
+                    yield f"on_error[{kind.__qualname__}]={reaction!r} must be {right}"
         if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
             yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more"
         if not _is_seconds(self.timeout_seconds) or self.timeout_seconds <= 0:
@@ -212,8 +226,8 @@ class Subscription:
             yield f"only one option may decide when handler calls start, but options has {admitting}"
 
     def _complaints_about_effects(self) -> Iterator[str]:
-        if not isinstance(self.effects, Effects):
-            yield f"effects={self.effects!r} must be Effects.INSIDE or Effects.OUTSIDE"
+        if right := right_choice(Effects, self.effects):
+            yield f"effects={self.effects!r} must be {right}"
         elif self.effects is Effects.OUTSIDE:
             yield from self._complaints_of_claims()
 

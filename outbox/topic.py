@@ -11,6 +11,7 @@ from outbox import names
 from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatch
 from outbox.message import Message
 from outbox.time_limit import TIMEOUT_HEADER
+from outbox.utils.choices import right_choice
 
 DEFAULT_QUEUE_COUNT = 8
 DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
@@ -64,6 +65,13 @@ class Topic:
 
     def __post_init__(self) -> None:
         names.check_topic(self.name)
+        if isinstance(self.types, str):
+            raise ConfigurationError(
+                f"topic {self.name!r}: types={self.types!r} must be a set, such as frozenset({{MessageType.FIFO}})."
+            )
+        for one in self.types:
+            if right := right_choice(MessageType, one):
+                raise ConfigurationError(f"topic {self.name!r}: types has {one!r}, which must be {right}.")
         if not self.types:
             raise ConfigurationError(f"topic {self.name!r}: declare at least one of {', '.join(MessageType)}.")
         if not 1 <= self.queue_count <= MAX_QUEUE_COUNT:

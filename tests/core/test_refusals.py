@@ -13,7 +13,7 @@ from outbox.errors import ConfigurationError, NotSupported
 from outbox.ports import Broker, Consumers
 from outbox.refusals import Refusals
 from outbox.rocketmq.declarations import REFUSALS, check_topics, topic_problems
-from outbox.subscription import Mode, Subscription
+from outbox.subscription import Mode, OnError, Start, Subscription
 from outbox.topic import MessageType, Topic
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -55,10 +55,10 @@ def test_a_topic_with_an_option_of_the_bundled_broker_is_refused(topic: Topic, w
     ("options", "topic"),
     [
         ({"broadcast": True}, MIXED),
-        ({"mode": "key_ordered"}, MIXED),
-        ({"mode": "orderly"}, None),
-        ({"start": "latest"}, MIXED),
-        ({"on_error": {ValueError: "stop"}}, MIXED),
+        ({"mode": Mode.KEY_ORDERED}, MIXED),
+        ({"mode": Mode.ORDERLY}, None),
+        ({"start": Start.LATEST}, MIXED),
+        ({"on_error": {ValueError: OnError.STOP}}, MIXED),
     ],
 )
 def test_a_subscription_it_cannot_serve_is_refused(options: dict[str, Any], topic: Topic | None) -> None:

@@ -22,7 +22,7 @@ from outbox.contrib.limits import Limits
 from outbox.errors import InvalidSubscription
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, Subscription, SubscriptionOption
-from tests.broker.bench import ConsumptionBench, encode
+from tests.broker.bench import FIFO, ConsumptionBench, encode
 from tests.support import eventually
 
 
@@ -98,7 +98,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_messages_wait_in_their_lane_until_they_are_admitted(bench: ConsumptionBench, mode: Mode) -> None:
-    bench.declare("orders", queues=1, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
+    bench.declare("orders", queues=1, types=FIFO)
     bench.publish([Message(topic="orders", key="a", body=encode({"n": n})) for n in range(4)])
     option = After(time.monotonic() + 0.5, most=3)
     started: list[tuple[int, float, int]] = []

@@ -13,7 +13,7 @@ from outbox.contrib.limits import Limits
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
-from tests.broker.bench import ConsumptionBench, encode, keyed
+from tests.broker.bench import FIFO, ConsumptionBench, encode, keyed
 from tests.support import eventually
 
 
@@ -73,7 +73,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_no_more_calls_run_than_the_limit(bench: ConsumptionBench, mode: Mode) -> None:
-    bench.declare("orders", queues=4, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
+    bench.declare("orders", queues=4, types=FIFO)
     overlaps = Overlaps(until=lambda overlaps: overlaps.most == 3)
     bench.publish(keyed("orders", 200, 20))
     bench.run_until_idle(limited(Limits(running=3), mode=mode), overlaps)

@@ -21,7 +21,7 @@ from outbox.contrib.limits.limiter import Limiter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
-from tests.broker.bench import ConsumptionBench, encode
+from tests.broker.bench import FIFO, ConsumptionBench, encode
 from tests.support import eventually
 
 
@@ -99,7 +99,7 @@ def test_a_failed_message_starts_again_after_the_process_has_given_its_slots_bac
         if delivery.attempt == 1:
             raise ValueError("no")
 
-    bench.declare("orders", queues=1, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
+    bench.declare("orders", queues=1, types=FIFO)
     bench.publish([Message(topic="orders", key="a", body=encode({"n": 0}))])
     subscription = Subscription(
         group="g", topic="orders", mode=mode, options=[limits], retry=RetryPolicy(delays_seconds=[3.0])
