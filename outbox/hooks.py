@@ -317,8 +317,9 @@ def add_schema(part: str, package: str, *, content: Mapping[str, str] | None = N
 
     `content` names the tables that can hold data about a person, with the function that removes it from their rows:
     `(run, values) -> number of changed rows`. It is called in the transaction that removes the content of messages of a
-    topic, and an error rolls this back. `values` has their `log_ids`, `transaction_ids` and `topic_id`, the
-    `replacement` of their keys or None, and `patterns` (SQL's LIKE) of texts that are removed wherever they are.
+    topic, while the log still has the content, and an error rolls this back. `values` has their `log_ids`,
+    `transaction_ids` and `topic_id`, the `replacement` of their keys or None, and `patterns` (SQL's LIKE) of texts that
+    are removed wherever they are.
 
     The broker's database records the part. Other services on it may lack the part, and may have parts that this one
     lacks.

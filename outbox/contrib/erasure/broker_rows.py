@@ -137,16 +137,7 @@ def _text(table: LiteralString, column: LiteralString, linked: LiteralString) ->
     )  # fmt: skip
 
 
-# The keys of the messages, if they are to be replaced. The statements that need them come before that of `commit_log`.
-_OLD_KEYS: Final = """(
-    SELECT key FROM {schema}.commit_log
-    WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')
-)"""
 _PLACES: Final[Sequence[tuple[str, Statement]]] = (
-    # A consumer process notices at its next heartbeat that it has lost a slot, as after a crash of the server.
-    ("slot", Statement("DELETE FROM {schema}.slot WHERE topic_id = %(topic_id)s AND key IN " + _OLD_KEYS)),
-    ("slot_demand", Statement("""
-UPDATE {schema}.slot_demand SET keys = '{{}}' WHERE topic_id = %(topic_id)s AND keys && ARRAY""" + _OLD_KEYS)),
     ("commit_log", Statement("""
 UPDATE {schema}.commit_log
 SET body = '', content_type = %(erased)s, key = coalesce(%(replacement)s::text, key),
@@ -206,10 +197,10 @@ def erase(
         "topic_id": find_topic_id(run, topic),
     }
     counts = {"recalled": sum(one.is_recalled for one in recalled)}
-    for table, statement in _PLACES:
-        counts[table] = run.count(statement, parameters)
     for table, path in hooks.broker_content.items():
         counts[table] = hooks.resolved(path)(run, parameters)
+    for table, statement in _PLACES:
+        counts[table] = run.count(statement, parameters)
     return {table: count for table, count in counts.items() if count}
 
 

@@ -14,6 +14,14 @@ from outbox.contrib.limits.declaration import Limits
 __all__ = ["Limits"]
 
 # Here and not in the app: a process that knows a subscription with limits obeys them, whatever INSTALLED_APPS says.
+hooks.add_schema(
+    "limits",
+    "outbox.contrib.limits.schema",
+    content={
+        "slot": "outbox.contrib.limits.erasing.release_keys",
+        "slot_demand": "outbox.contrib.limits.erasing.forget_keys",
+    },
+)
 hooks.add_admission(Limits, "outbox.contrib.limits.limiter.Limiter")
 hooks.add_subscription_rows(
     "limits",

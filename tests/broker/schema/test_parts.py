@@ -79,8 +79,9 @@ class Service:
         """Have the part `greeting` with these files, or no part."""
         self._patch.setattr(hooks, "schemas", {})
         self._patch.setattr(hooks, "leader_work", {})
-        # Their rules read the tables of the parts.
-        self._patch.setattr(hooks, "broker_conditions", {})
+        # They read and write the tables of the parts.
+        for name in ("broker_conditions", "subscription_rows", "waits"):
+            self._patch.setattr(hooks, name, {})
         if files is None:
             return
         package = f"greeting_{uuid4().hex}"
