@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
 
 from outbox.errors import ConfigurationError
 
@@ -52,3 +54,18 @@ class RetryPolicy:
         A level after the end of the list counts as the last level.
         """
         return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]
+
+
+# -- waiting for newer code ------------------------------------------------------------------------
+
+_SHORTEST_WAIT_SECONDS: Final = 1.0
+LONGEST_WAIT_SECONDS: Final = 60.0
+
+
+def code_wait_seconds(now: datetime, born_at: datetime) -> float:
+    """Return how long a message that only newer code can read waits until it is read again.
+
+    The wait is half of the message's age, so it grows without a count of attempts.
+    """
+    age = (now - born_at).total_seconds()
+    return min(max(_SHORTEST_WAIT_SECONDS, age / 2), LONGEST_WAIT_SECONDS)

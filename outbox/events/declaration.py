@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType, UnionType
 from typing import Any, Final, TypeVar, Union, get_args, get_origin
@@ -301,21 +300,6 @@ def restored() -> Iterator[None]:
             known.clear()
             known.update(before)  # type: ignore[arg-type]
         _find_changes.cache_clear()
-
-
-# -- waiting for newer code ------------------------------------------------------------------------
-
-_SHORTEST_WAIT_SECONDS: Final = 1.0
-LONGEST_WAIT_SECONDS: Final = 60.0
-
-
-def wait_seconds(now: datetime, born_at: datetime) -> float:
-    """Return how long a message of an unknown version waits until it is read again.
-
-    The wait is half of the message's age, so it grows without a count of attempts.
-    """
-    age = (now - born_at).total_seconds()
-    return min(max(_SHORTEST_WAIT_SECONDS, age / 2), LONGEST_WAIT_SECONDS)
 
 
 # -- reading ---------------------------------------------------------------------------------------

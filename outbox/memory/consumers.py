@@ -16,11 +16,12 @@ from uuid import UUID
 from outbox import passing_over, tracing
 from outbox.codec import Codecs
 from outbox.errors import UndecodableBody, UnknownEventVersion
-from outbox.events.declaration import body_decoder, wait_seconds
+from outbox.events.declaration import body_decoder
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message, afresh
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
+from outbox.retry import code_wait_seconds
 from outbox.subscription import OnError, Start, Subscription
 from outbox.utils import given_up, log_context
 from outbox.utils.safe_text import error_line, shown_text
@@ -261,7 +262,7 @@ class ConsumerGroups:
             fetched.entry.message.message_id,
             shown_text(error),
         )
-        due_at = self._now() + timedelta(seconds=wait_seconds(self._now(), fetched.entry.message.born_at))
+        due_at = self._now() + timedelta(seconds=code_wait_seconds(self._now(), fetched.entry.message.born_at))
         with self._log.lock:
             number = next(self._retry_numbers)
             self._retries.append(_Retry(due_at, number, consumer, fetched.entry, fetched.attempt))

@@ -33,10 +33,11 @@ from outbox.errors import (
     UndecodableBody,
     UnknownEventVersion,
 )
-from outbox.events.declaration import body_decoder, wait_seconds
+from outbox.events.declaration import body_decoder
 from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message, afresh
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
+from outbox.retry import code_wait_seconds
 from outbox.rocketmq import client
 from outbox.rocketmq.address import parse
 from outbox.rocketmq.declarations import REFUSALS, in_namespace, wire_name
@@ -347,7 +348,7 @@ class _Poller:
                 logger.warning(
                     "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(unknown)
                 )
-                pause = wait_seconds(datetime.now(UTC), message.born_at)
+                pause = code_wait_seconds(datetime.now(UTC), message.born_at)
                 if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                     raise
                 attempt.begin()

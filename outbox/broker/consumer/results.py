@@ -37,8 +37,8 @@ from outbox.errors import (
     UndecodableBody,
     UnknownEventVersion,
 )
-from outbox.events.declaration import wait_seconds
 from outbox.ports import ClaimedElsewhere, Disposition
+from outbox.retry import code_wait_seconds
 from outbox.subscription import OnError, Subscription
 from outbox.utils import faults, given_up, log_context
 from outbox.utils.refused_connections import is_refused
@@ -507,7 +507,7 @@ def _wait_for_code(work: HandlerCall, item: FetchedEntry, booked: CallOutcome) -
     group, only this process has the message. Otherwise it leaves its queue, and any process of the group may get it.
     """
     assert item.row is not None
-    seconds = wait_seconds(datetime.now(UTC), item.row[BORN_AT])
+    seconds = code_wait_seconds(datetime.now(UTC), item.row[BORN_AT])
     if work.keeps_order or work.subscribed.group.broadcast:
         _keep(item, time.monotonic() + seconds, booked)
     else:

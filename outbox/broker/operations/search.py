@@ -15,7 +15,6 @@ from outbox.broker.database.arrays import bigints
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import find_topic_id
-from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER
 from outbox.utils.safe_text import MASK, masked_value
 
 
@@ -229,42 +228,3 @@ def content_of(run: Executor, message_id: UUID) -> Content | None:
     """Return the content; None if the broker does not have the message, for example after retention has removed it."""
     found = run.objects(Content, _CONTENT, {"id": message_id})
     return found[0] if found else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The events among the newest messages. The log has no index by event, so only a fixed number of rows is read, backwards
-# along the primary key.
-
-_SEEN: Final = Statement("""
-SELECT topic.name AS topic, coalesce(left(event, 200), '') AS event, coalesce(left(version, 200), '') AS version,
-       coalesce(newest.producer_group, '') AS producer_group, count(*) AS messages, max(stored_at) AS last_at,
-       (array_agg(message_id ORDER BY log_id DESC))[1] AS last_message_id
-FROM (SELECT log_id, topic_id, transaction_id, message_id, stored_at, producer_group,
-             headers ->> %(event)s AS event, headers ->> %(version)s AS version
-      FROM {schema}.commit_log ORDER BY log_id DESC LIMIT %(limit)s) newest
-JOIN {schema}.topic USING (topic_id)
-JOIN {schema}.op_log op USING (transaction_id)
-WHERE op.decision = 'C'
-GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4
-""")
-
-
-@dataclass(frozen=True, slots=True)
-class SeenEvent:
-    """Committed messages with one topic, event, version and producer group, among the newest messages of the log.
-
-    `event` and `version` are the texts of the headers, cut off after 200 characters, or '' without a header.
-    """
-
-    topic: str
-    event: str
-    version: str
-    producer_group: str
-    messages: int
-    last_at: datetime
-    last_message_id: UUID
-
-
-def seen_events(run: Executor, *, newest: int) -> list[SeenEvent]:
-    """Return the events of the committed messages among the `newest` last rows of the log."""
-    return run.objects(SeenEvent, _SEEN, {"event": EVENT_HEADER, "version": VERSION_HEADER, "limit": newest})

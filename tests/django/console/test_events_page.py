@@ -13,8 +13,8 @@ from django.test import Client, modify_settings
 from django.utils import timezone
 
 from outbox import Delivery, event, upcast
-from outbox.broker.operations.search import seen_events
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.operations.event_catalogue import seen_events
 from outbox.events import declaration
 from tests.django.broker_world import World
 from tests.django.support import sequence

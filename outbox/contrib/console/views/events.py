@@ -9,7 +9,6 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.search import SeenEvent, seen_events
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, required
 from outbox.contrib.console.rendering import problem, render
@@ -18,7 +17,14 @@ from outbox.contrib.django.actions.cells import badge, group_link, joined, link,
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Column, Listing, States
 from outbox.contrib.django.operations.contracts import declared_events
-from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, EventVersion, list_events
+from outbox.contrib.django.operations.event_catalogue import (
+    LOOKED_AT,
+    Event,
+    EventVersion,
+    SeenEvent,
+    list_events,
+    seen_events,
+)
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, InvalidSubscription
 

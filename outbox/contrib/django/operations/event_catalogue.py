@@ -10,11 +10,12 @@ from enum import StrEnum
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.operations.search import SeenEvent
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
 from outbox.events.asyncapi import example
-from outbox.events.declaration import EventType, find_event, leads_to, versions_of
+from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, EventType, find_event, leads_to, versions_of
 from outbox.events.fields import EventField, fields_of
 from outbox.utils.safe_text import masked_names, masked_value
 
@@ -22,6 +23,43 @@ from outbox.utils.safe_text import masked_names, masked_value
 LOOKED_AT: Final = 1_000
 # A longer text in the header is no version, and Python refuses to read thousands of digits.
 _LONGEST_VERSION: Final = 18
+
+# The log has no index by event, so only a fixed number of rows is read, backwards
+# along the primary key.
+
+_SEEN: Final = Statement("""
+SELECT topic.name AS topic, coalesce(left(event, 200), '') AS event, coalesce(left(version, 200), '') AS version,
+       coalesce(newest.producer_group, '') AS producer_group, count(*) AS messages, max(stored_at) AS last_at,
+       (array_agg(message_id ORDER BY log_id DESC))[1] AS last_message_id
+FROM (SELECT log_id, topic_id, transaction_id, message_id, stored_at, producer_group,
+             headers ->> %(event)s AS event, headers ->> %(version)s AS version
+      FROM {schema}.commit_log ORDER BY log_id DESC LIMIT %(limit)s) newest
+JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.op_log op USING (transaction_id)
+WHERE op.decision = 'C'
+GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenEvent:
+    """Committed messages with one topic, event, version and producer group, among the newest messages of the log.
+
+    `event` and `version` are the texts of the headers, cut off after 200 characters, or '' without a header.
+    """
+
+    topic: str
+    event: str
+    version: str
+    producer_group: str
+    messages: int
+    last_at: datetime
+    last_message_id: UUID
+
+
+def seen_events(run: Executor, *, newest: int) -> list[SeenEvent]:
+    """Return the events of the committed messages among the `newest` last rows of the log."""
+    return run.objects(SeenEvent, _SEEN, {"event": EVENT_HEADER, "version": VERSION_HEADER, "limit": newest})
 
 
 class VersionState(StrEnum):
