@@ -4,5 +4,5 @@
     urlpatterns = [path("outbox/", include("outbox.contrib.console.urls"))]
 
 Conditions, listings and actions of other parts are shown as they are declared. The pages of events and of RocketMQ are
-here, too.
+here, too, and the pages of groups show the limits of their subscriptions.
 """
