@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-# The demo needs less than the tests, so it has a stamp of its own. A full installation is enough for it, too.
+# A stamp for each extra. A larger one also makes the stamps of those that it contains.
+STAMP  := $(VENV)/.installed-all
+SMALL  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Page tests need a browser; where there is none, make says so and leaves only them out.
@@ -19,21 +20,28 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test removal gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs proof bench bench-quick goals tables faults clean
+.PHONY: help install install-all demo test removal gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs proof bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-install: $(STAMP) ## Create the virtual environment and install the project into it
+install: $(SMALL) ## Create the virtual environment for a change of the core: tests, ruff, mypy (90 MB to download)
+
+install-all: $(STAMP) ## Also install what all other targets need: Spark, RocketMQ and Kafka clients, Sphinx (790 MB)
 
 $(BIN)/python:
 	@echo 'Creating a virtual environment in $(VENV).'
 	@$(PYTHON) -m venv $(VENV)
 
+$(SMALL): setup.py pyproject.toml | $(BIN)/python
+	@echo 'Installing the project and the tools for a change of the core into $(VENV): some 90 MB to download.'
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
 $(STAMP): setup.py pyproject.toml | $(BIN)/python
 	@echo 'Installing the project and all tools into $(VENV): some 790 MB to download, most of it for Spark.'
-	@$(PIP) --editable '.[dev]'
-	@touch $(DEMO) $@
+	@$(PIP) --editable '.[dev-all]'
+	@touch $(SMALL) $(DEMO) $@
 
 $(DEMO): setup.py pyproject.toml | $(BIN)/python
 	@echo 'Installing what the demo needs into $(VENV): Django, Celery, a private PostgreSQL (some 50 MB to download).'
@@ -112,7 +120,7 @@ docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs var/site
 	@echo 'Open var/site/index.html: the site works without a server, its search too.'
 
-format: $(STAMP) ## Put the code into its format
+format: $(SMALL) ## Put the code into its format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

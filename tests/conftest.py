@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from outbox.broker import embedded
-from tests import leftovers
+from tests import leftovers, libraries
 from tests.databases import Pool, drop_databases, new_name
 from tests.sample.browser import Chromium
 from tests.servers import RabbitMQ
@@ -144,6 +144,29 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder."""
     if folder := config.stash.get(_folder, None):
         leftovers.remove_folder(folder)
+
+
+class LeftOut(pytest.Collector):
+    """A folder whose conftest.py and tests need a library that is not installed."""
+
+    def collect(self) -> list[pytest.Item]:
+        """Skip the folder."""
+        pytest.skip(libraries.why_left_out(self.path, Path(__file__).parent))
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Leave a folder out before its conftest.py is imported."""
+    why = libraries.why_left_out(path, Path(__file__).parent)
+    return LeftOut.from_parent(parent, name=path.name, nodeid=f"tests/{path.name}", path=path) if why else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> pytest.CollectReport | None:
+    """Leave a file out before its imports fail."""
+    if not isinstance(collector, pytest.Module):
+        return None
+    why = libraries.why_left_out(collector.path, Path(__file__).parent)
+    return pytest.CollectReport(collector.nodeid, "skipped", (str(collector.path), 0, why), []) if why else None
 
 
 # Before pytest selects by markers.
