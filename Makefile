@@ -25,27 +25,27 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-install: $(SMALL) ## Create the virtual environment for a change of the core: tests, ruff, mypy (90 MB to download)
+install: $(SMALL) ## Create the virtual environment for a change of the core: tests, ruff, mypy (95 MB to download)
 
-install-all: $(STAMP) ## Also install what all other targets need: Spark, RocketMQ and Kafka clients, Sphinx (790 MB)
+install-all: $(STAMP) ## Also install what all other targets need: Spark, RocketMQ and Kafka clients, Sphinx (795 MB)
 
 $(BIN)/python:
 	@echo 'Creating a virtual environment in $(VENV).'
 	@$(PYTHON) -m venv $(VENV)
 
 $(SMALL): setup.py pyproject.toml | $(BIN)/python
-	@echo 'Installing the project and the tools for a change of the core into $(VENV): some 90 MB to download.'
+	@echo 'Installing the project and the tools for a change of the core into $(VENV): some 95 MB to download.'
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 $(STAMP): setup.py pyproject.toml | $(BIN)/python
-	@echo 'Installing the project and all tools into $(VENV): some 790 MB to download, most of it for Spark.'
+	@echo 'Installing the project and all tools into $(VENV): some 795 MB to download, most of it for Spark.'
 	@$(PIP) --editable '.[dev-all]'
 	@touch $(SMALL) $(DEMO) $@
 
 $(DEMO): setup.py pyproject.toml | $(BIN)/python
 	@echo 'Installing what the demo needs into $(VENV): Django, Celery, a private PostgreSQL (some 50 MB to download).'
-	@echo 'For its report, the demo then installs Spark, another 590 MB; without the report: $(BIN)/python -m sample_project.demo --no-reconcile.'
+	@echo 'For its report, the demo then installs Spark, another 595 MB; without the report: $(BIN)/python -m sample_project.demo --no-reconcile.'
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 

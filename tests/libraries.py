@@ -13,7 +13,7 @@ from typing import Final
 # The import name of the library, and the files and folders below tests/.
 NEEDED_BY: Final = {
     "confluent_kafka": ("sinks/test_kafka.py",),
-    "grpc": ("rocketmq",),
+    "grpc": ("rocketmq", "django/test_engines.py", "django/test_relay.py"),
     "moto": ("django/test_large_bodies_s3.py",),
     "pyspark": (
         *("benchmarks", "runbooks", "spark"),
