@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
+from django.urls import reverse
 
 from outbox.contrib.console.asking import number
 from outbox.contrib.console.signs import CHECK_SECONDS, Signs, read_signs
@@ -23,26 +24,53 @@ PER_PAGE: Final = 50
 # The interval at which an open page reloads its live part.
 REFRESH_SECONDS: float = 5
 
-# The URL name and the title of each page in the menu. A listing of a part names its page itself (`Listing.menu`).
-_FIRST: Final = (
-    ("overview", "Overview"),
-    ("timeline", "Timeline"),
-    ("groups", "Groups"),
-    ("workers", "Workers"),
-    ("search", "Messages"),
-    ("undecided", "Undecided"),
-    ("dead_letters", "Dead letters"),
-    ("topics", "Topics"),
-    ("events", "Events"),
-)
-PAGES: Final = (
-    *_FIRST,
-    *((one.name, one.menu) for one in LISTINGS.values() if one.menu),
-    ("incidents", "Incidents"),
-    ("audit", "Audit"),
-)
+# The menu by what an operator wants: sections with the URL name and the title of each page. A listing of a part names
+# its section and its title itself (`Listing.menu`), so an entry is there only if the part is installed.
+_MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
+    "Now": (("overview", "Overview"), ("workers", "Workers")),
+    "Messages": (("search", "Messages"), ("waiting", "Waiting"), ("events", "Events")),
+    "Groups": (("groups", "Groups"), ("topics", "Topics")),
+    "Repair": (("dead_letters", "Dead letters"), ("undecided", "Undecided"), ("incidents", "Incidents")),
+    "History": (("timeline", "Timeline"), ("audit", "Audit")),
+}
+MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
+    section: (*pages, *((one.name, one.menu[1]) for one in LISTINGS.values() if one.menu and one.menu[0] == section))
+    for section, pages in _MENU.items()
+}
 
 Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class MenuEntry:
+    """A page of the menu, or a section with its pages. A section leads to its first page.
+
+    `current`: the value of aria-current, "page" for the shown page and "true" for a section or list that it belongs to.
+    """
+
+    label: str
+    address: str
+    current: str = ""
+    pages: Sequence[MenuEntry] = ()
+
+
+def menu(path: str) -> list[MenuEntry]:
+    """The sections of the menu, as the page at `path` shows them."""
+    addresses = {name: reverse(f"outbox:{name}") for pages in MENU.values() for name, _ in pages}
+    # The overview's address begins all others.
+    above = [one for name, one in addresses.items() if path == one or (name != "overview" and path.startswith(one))]
+    found = []
+    for label, pages in MENU.items():
+        shown = [
+            MenuEntry(title, addresses[name], "" if addresses[name] not in above else _current(path, addresses[name]))
+            for name, title in pages
+        ]
+        found.append(MenuEntry(label, shown[0].address, "true" if any(one.current for one in shown) else "", shown))
+    return found
+
+
+def _current(path: str, address: str) -> str:
+    return "page" if path == address else "true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +111,7 @@ def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, statu
     signs = context.get("signs") or (read_signs() if status < 500 else Signs())
     values = {
         "base": f"outbox/console/{'part' if is_part else 'base'}.html",
-        **_permitted(request),
+        **_permitted(request, is_part),
         "refresh_seconds": REFRESH_SECONDS,
         "check_seconds": CHECK_SECONDS,
         "path": request.path,
@@ -97,13 +125,14 @@ def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, statu
     return HttpResponse(text, status=status, headers={"Content-Language": "en"})
 
 
-def _permitted(request: HttpRequest) -> dict[str, Any]:
+def _permitted(request: HttpRequest, is_part: bool) -> dict[str, Any]:
     try:
         may_see, may_act, may_see_bodies = (may(request, permission) for permission in (SEE, ACT, BODIES))
     except DatabaseError:
         # If the accounts cannot be read, the error page must still be rendered.
         may_see = may_act = may_see_bodies = False
-    return {"pages": PAGES if may_see else (), "may_act": may_act, "may_see_bodies": may_see_bodies}
+    sections = menu(request.path) if may_see and not is_part else []
+    return {"menu": sections, "may_act": may_act, "may_see_bodies": may_see_bodies}
 
 
 def problem(request: HttpRequest, title: str, text: str, *, status: int) -> HttpResponse:

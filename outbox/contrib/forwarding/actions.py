@@ -81,7 +81,7 @@ ENDPOINTS: Final = Listing(
     ),
     address="endpoints/",
     title="Endpoints",
-    menu="Endpoints",
+    menu=("Groups", "Endpoints"),
     caption="Endpoints",
     empty="No endpoint is in this state.",
     unused="No process of this project has forwarded messages.",

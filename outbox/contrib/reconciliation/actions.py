@@ -157,7 +157,16 @@ def _notes(run: None, asked: Asked, rows: Sequence[Finding]) -> Mapping[str, obj
         "saved": list(SavedReconciliation.objects.defer("plan").order_by("output")),
         "most": MAX_SAVED,
         "classes": CLASSES,
+        "causes": _by_cause(rows),
     }
+
+
+def _by_cause(rows: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings that probably have one cause are together: those of one class, rule and group."""
+    found: dict[tuple[object, ...], list[Finding]] = {}
+    for one in rows:
+        found.setdefault((one.output, one.finding_class, one.severity, one.rule, one.group), []).append(one)
+    return list(found.values())
 
 
 def action_of(finding: Finding) -> str:
@@ -193,7 +202,7 @@ FINDINGS: Final = Listing(
     json=_as_json,
     address="findings/",
     title="Findings of reconciliation",
-    menu="Findings",
+    menu=("Repair", "Findings"),
     empty="No findings are saved. `manage.py outbox_reconcile --save` saves those of a reconciliation.",
     notes=_notes,
     template="findings",

@@ -12,7 +12,7 @@ from django.utils import timezone
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.summary import LeadingProcess
-from outbox.contrib.console.rendering import PAGES
+from outbox.contrib.console.rendering import MENU
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
@@ -36,7 +36,8 @@ def counted(world: World, owner: UUID, counts: int) -> None:
 
 def test_every_page_says_that_no_process_leads(world: World, operator: Client) -> None:
     world.subscribe("mail")
-    addresses = [f"{name.replace('_', '-')}/" for name, _ in PAGES if name not in ("overview", "search")]
+    names = [name for pages in MENU.values() for name, _ in pages]
+    addresses = [f"{name.replace('_', '-')}/" for name in names if name not in ("overview", "search")]
     addresses += ["messages/", "groups/one/?name=mail", "topics/one/?name=orders", "waiting/"]
     for address in addresses:
         assert "No process has led" not in page(operator, address)

@@ -41,12 +41,14 @@ _IDLE_SECONDS: Final = 60.0
 class Verdict:
     """The first line of the page. `severity` is ok, unknown, warning or critical.
 
-    `at`: the time of the figures on which "No fault" is based; None for any other sentence.
+    `at`: the time of the figures on which "No fault" is based; None for any other sentence. `idle`: why nothing moves,
+    although there is no fault; '' if something does.
     """
 
     severity: str
     sentence: str
     at: datetime | None = None
+    idle: str = ""
 
     @property
     def said(self) -> str:
@@ -95,7 +97,16 @@ def _judged(found: BrokerView, signs: Signs) -> Verdict:
             f"The figures are old ({duration(found.summary.age_seconds)}; the leader counts them every "
             f"{duration(found.summary.every_seconds)})",
         )
-    return Verdict("ok", _OK, _moment(found.summary.at))
+    return Verdict("ok", _OK, _moment(found.summary.at), _idle(found.overview, found.summary.age_seconds))
+
+
+def _idle(broker: Overview, counted_seconds_ago: float) -> str:
+    if broker.last_tick_seconds_ago <= _IDLE_SECONDS:
+        return ""
+    return (
+        f"idle: no new message for {duration(broker.last_tick_seconds_ago)}; "
+        f"the leader looked {duration(counted_seconds_ago)} ago"
+    )
 
 
 def _moment(seconds: float) -> datetime:

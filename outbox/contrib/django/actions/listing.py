@@ -105,8 +105,9 @@ class Listing:
     of a row; without them, the list is completely in memory. `engine`: the engine whose rows it reads.
 
     Of the page: `address`; '' without one. `tab`: the name of its tab above the lists of messages; the field
-    `tab_group` has the consumer group whose messages the tabs count. `menu`: its name in the menu. `caption` and
-    `empty`: what the table has, and the text without rows; `unused`: the text if the list has no rows in any state.
+    `tab_group` has the consumer group whose messages the tabs count. `menu`: its section and name in the menu.
+    `caption` and `empty`: what the table has, and the text without rows; `unused`: the text if the list has no rows
+    in any state.
     `key` identifies a row. `notes` returns values for a `template` of its own, which extends listing.html. `is_live`:
     an open page reads the list again and again.
     """
@@ -126,7 +127,7 @@ class Listing:
     of_broker: bool = True
     address: str = ""
     title: str | Callable[[Values], str] = ""
-    menu: str = ""
+    menu: tuple[str, str] | None = None
     tab: str | Callable[[Values], str] = ""
     tab_group: str = ""
     caption: str = ""
