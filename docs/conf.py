@@ -29,7 +29,7 @@ django.setup()
 project = "outbox"
 release = importlib.metadata.version("outbox-transactional")
 copyright = "the outbox authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "llms", "reference"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 exclude_patterns = ["_site"]

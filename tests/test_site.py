@@ -84,6 +84,14 @@ def test_the_page_of_findings_has_every_class_with_its_remedy(site: Path) -> Non
         assert all(" ".join(one.replace("`", "").split()) in words for one in told)
 
 
+def test_the_list_for_language_models_has_every_page_and_its_text(site: Path) -> None:
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    listed, full = text(site, "llms.txt"), text(site, "llms-full.txt")
+    names = [page.relative_to(ROOT / "docs") for page in pages]
+    assert [name for name in names if f"({name.with_suffix('.html').as_posix()})" not in listed] == []
+    assert [page for page in pages if page.read_text(encoding="utf-8") not in full] == []
+
+
 def test_no_page_needs_a_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert 'src="http' not in page.read_text(encoding="utf-8"), page
