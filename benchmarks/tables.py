@@ -1,7 +1,7 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
-It rewrites README.md, docs/performance.md, docs/performance/*.md and docs/operations/sizing.md. A block of figures is
-between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), a name of
+It rewrites docs/performance.md, docs/performance/*.md and docs/operations/sizing.md. A block of figures is
+between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of
 `_OF_SIZING`, the name of a file in benchmarks/results, or `rest`: the figures that have no block yet, and the names of
 the scripts without figures. So a page has no empty tables, and a measurement is never without a place.
 """
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from benchmarks import results
 from benchmarks.__main__ import NAMES
-from benchmarks.goal_list import GOALS, P50, P99, RATE, Bound, Goal
+from benchmarks.goal_list import GOALS, RATE, Bound, Goal
 from benchmarks.harness import Spread
-from benchmarks.peers.ways import ATOMIC_INBOX, RELIABLE_INBOX, TWO_PHASE_INBOX
+from benchmarks.peers.ways import ATOMIC_INBOX, TWO_PHASE_INBOX
 from benchmarks.results import Results
 from benchmarks.sizing_plan import plan
 from benchmarks.ticks import SEQUENCED
@@ -40,7 +40,7 @@ def main() -> None:
 def pages() -> list[Path]:
     docs = ROOT / "docs"
     performance = [docs / "performance.md", *sorted((docs / "performance").glob("*.md"))]
-    return [ROOT / "README.md", *performance, docs / "operations" / "sizing.md"]
+    return [*performance, docs / "operations" / "sizing.md"]
 
 
 def rendered(page: str) -> str:
@@ -54,7 +54,7 @@ def names(page: str) -> list[str]:
 
 
 def _block(name: str) -> str:
-    made = {"goals": goals_table, "speed": speed, REST: rest, **_OF_SIZING}
+    made = {"goals": goals_table, REST: rest, **_OF_SIZING}
     return made[name]() if name in made else script(name)
 
 
@@ -121,30 +121,6 @@ def goals_text() -> str:
     """What is stored about each goal, for a terminal."""
     found = goals_table()
     return "\n".join(line.strip("| ").replace(" | ", "  |  ") for line in found.splitlines() if "|---" not in line)
-
-
-# -- README ----------------------------------------------------------------------------------------
-
-
-def speed() -> str:
-    """README's line: the default path beside the peer with its inbox."""
-    found = results.load("goals_web")
-    link = "[docs/performance.md](docs/performance.md) has all figures and the goals"
-    if found is None:
-        return f"{link}; this version's figures are {NOT_MEASURED} yet.\n"
-
-    def median(row: str, column: str) -> str:
-        values = found.rows.get(row, {}).get(column)
-        return _number(Spread.of(values).median) if values else NOT_MEASURED
-
-    latency = f"{median(ATOMIC_INBOX.name, P50)} ms (p50) and {median(ATOMIC_INBOX.name, P99)} ms (p99)"
-    atomic, two_phase, peer = (way.name for way in (ATOMIC_INBOX, TWO_PHASE_INBOX, RELIABLE_INBOX))
-    return (
-        f"With default settings, one process writes and one handles {median(atomic, RATE)} messages/s "
-        f"({median(two_phase, RATE)} if the broker has a database of its own, {median(peer, RATE)} with "
-        f"django-reliable-outbox and its inbox), on {found.about['cores']} cores. At 300 messages/s, a handler starts "
-        f"{latency} after COMMIT. {link}.\n"
-    )
 
 
 # -- sizing ----------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def test_the_links_that_pypi_shows_lead_to_files_of_the_release(wheel: Path) -> 
     assert said["Description-Content-Type"] == "text/markdown"
     links = re.findall(r"\]\(([^)\s]+)\)", shown)
     addresses = [url.partition(", ")[2] for url in said.get_all("Project-URL", [])]
-    assert len(links) > 20 and len(addresses) == 4
+    assert len(links) > 5 and len(addresses) == 4
     assert [link for link in links if "://" not in link] == []
     of_the_tag = re.compile(rf"{re.escape(REPOSITORY)}/(?:blob|raw)/v{re.escape(said['Version'])}/")
     files = [of_the_tag.sub("", link).partition("#")[0] for link in [*links, *addresses] if of_the_tag.match(link)]
-    assert len(files) > 20 and [file for file in files if not (ROOT / file).exists()] == []
+    assert len(files) > 5 and [file for file in files if not (ROOT / file).exists()] == []
     assert of_the_tag.sub("", shown) == readme
 
 
@@ -160,5 +160,5 @@ def test_the_readme_is_short_and_its_links_lead_to_files() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 120
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", readme) if "://" not in link}
-    assert "docs/quickstart.md" in links
+    assert "docs/quickstart.md" in links and len(links) <= 12
     assert sorted(link for link in links if not (ROOT / link).exists()) == []

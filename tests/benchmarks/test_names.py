@@ -33,7 +33,7 @@ def _exists(name: str) -> bool:
 
 def test_each_block_is_on_one_page_and_has_figures() -> None:
     named = [name for page in tables.pages() for name in tables.names(page.read_text(encoding="utf-8"))]
-    always = {*(f"goals_{part}" for part in PARTS), "goals", "speed", *tables._OF_SIZING}
+    always = {*(f"goals_{part}" for part in PARTS), "goals", *tables._OF_SIZING}
     assert len(named) == len(set(named)) and always <= set(named) <= always | set(tables.SCRIPTS)
     assert [name for name in named if name not in always and tables.script(name) == ""] == [], "an empty table"
     assert {goal.part for goal in GOALS} == set(PARTS) == set(SIZES)
