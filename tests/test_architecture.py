@@ -1,4 +1,4 @@
-"""docs/architecture.md, docs/internals/ and docs/decisions/ name modules and what they define: all of it exists."""
+"""docs/architecture.md, docs/maintainers/ and docs/decisions/ name modules and what they define: all of it exists."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
+_INTERNALS = ("check-back", "consuming", "layers", "reader-trial", "reconciliation", "states", "storage")
 PAGES = [
     PAGE,
-    *(path for folder in ("internals", "decisions") for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
+    *(ROOT / "docs" / "maintainers" / f"{name}.md" for name in _INTERNALS),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
 LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
@@ -57,7 +59,7 @@ def test_every_path_on_the_pages_is_checked() -> None:
 
 
 def test_architecture_stays_short_and_lines_fit() -> None:
-    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 250, "move details to docs/internals/"
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 250, "move details to docs/maintainers/"
     # A row of a table cannot be broken.
     long = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120]
     assert [line for line in long if not line.startswith("| ")] == []
@@ -122,7 +124,7 @@ def test_what_points_to_a_decision_finds_it() -> None:
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "maintainers" / "glossary.md").read_text(encoding="utf-8")
     terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page.split("\n## Terms\n", 1)[1].split("\n## ")[0], re.MULTILINE)
     terms = [term.replace("`", "").lower() for term in terms if term != "term"]
     assert len(terms) > 80 and terms == sorted(set(terms))
@@ -146,5 +148,5 @@ def test_the_check_itself_finds_what_is_missing() -> None:
     module = ast.parse("class Here:\n    def method(self): ...")
     assert set(defined(module)) == {"Here", "Here.method"}
     assert not leads(PAGE, "nowhere.md")
-    assert not leads(PAGE, "glossary.md#nowhere")
-    assert leads(PAGE, "glossary.md#terms")
+    assert not leads(PAGE, "maintainers/glossary.md#nowhere")
+    assert leads(PAGE, "maintainers/glossary.md#terms")

@@ -1,4 +1,4 @@
-"""docs/conformance.md answers for every scenario, by tests that exist or by the word "later"."""
+"""docs/maintainers/conformance.md answers for every scenario, by tests that exist or by the word "later"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-PAGE = (TESTS.parent / "docs" / "conformance.md").read_text(encoding="utf-8")
+PAGE = (TESTS.parent / "docs" / "maintainers" / "conformance.md").read_text(encoding="utf-8")
 SCENARIOS = (TESTS / "conformance_scenarios.txt").read_text(encoding="utf-8")
 
 

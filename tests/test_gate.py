@@ -1,4 +1,4 @@
-"""`.ci/run` leaves out slow tests, but no planted fault, no kill point, and no scenario of docs/conformance.md."""
+"""`.ci/run` leaves out slow tests, but no planted fault, no kill point, and no scenario of docs/maintainers/conformance.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/internals/states.md names every state of a message, the actor that ends it and the tests that show it.
+"""docs/maintainers/states.md names every state of a message, the actor that ends it and the tests that show it.
 
 Compared with the tests, and with the tables in which something about a message is kept.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.test_conformance import functions
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "internals" / "states.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "maintainers" / "states.md").read_text(encoding="utf-8")
 SCHEMA = (ROOT / "outbox" / "broker" / "schema" / "current.sql").read_text(encoding="utf-8")
 SECTION = "States of a message"
 COLUMNS = ["state", "where", "ended by", "within", "test"]

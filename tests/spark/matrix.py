@@ -1,6 +1,6 @@
 """Every kind of fault, in every way to run, from every source: one cell is a chain of runs over one planted world.
 
-`python -m tests.spark.matrix` writes the table of docs/reconciliation/matrix.md from the cells that
+`python -m tests.spark.matrix` writes the table of docs/maintainers/reconciliation-matrix.md from the cells that
 `test_matrix.py` has stored.
 """
 
@@ -33,7 +33,7 @@ CUTS: Final = (SPAN / 2, SPAN / 3 * 2)
 COMPLETE: Final = START + timedelta(hours=12)
 ROOT: Final = Path(__file__).resolve().parents[2]
 STORED: Final = ROOT / "var" / "matrix"
-PAGE: Final = ROOT / "docs" / "reconciliation" / "matrix.md"
+PAGE: Final = ROOT / "docs" / "maintainers" / "reconciliation-matrix.md"
 
 
 @dataclass(kw_only=True)

@@ -137,7 +137,7 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
 """
 _FORGET_GROUP = [
     # Also delete the rows of topics to which the group does not subscribe any more. The statements lock leases before
-    # offsets, as all other statements do (docs/internals/storage.md, Locks).
+    # offsets, as all other statements do (docs/maintainers/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),

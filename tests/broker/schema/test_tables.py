@@ -1,4 +1,4 @@
-"""docs/internals/storage.md lists every table, as installed, and every file that takes an explicit lock."""
+"""docs/maintainers/storage.md lists every table, as installed, and every file that takes an explicit lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.django import configured
 from tests.house.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "internals" / "storage.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "maintainers" / "storage.md").read_text(encoding="utf-8")
 LOCKS = re.compile(
     r"FOR (?:NO KEY )?UPDATE|FOR SHARE|LOCK TABLE|pg_(?:try_)?advisory\w*\(|select_for_update\(", re.MULTILINE
 )
