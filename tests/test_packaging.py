@@ -126,7 +126,8 @@ def test_quick_start_runs_on_the_wheel(environments: Environments, tmp_path: Pat
     page = PAGE.read_text(encoding="utf-8")
     install = re.search(r"^pip install '(.+)'$", page.partition("<!-- quickstart -->")[0], re.MULTILINE)
     assert install is not None
-    python = str(environments.with_installed(install[1]) / "python")
+    requirement = install[1].replace("/path/to/the/checkout", "outbox-transactional")
+    python = str(environments.with_installed(requirement) / "python")
     (tmp_path / "quickstart.py").write_text(quickstart())
     where = run(python, "-c", "import outbox; print(outbox.__file__)", cwd=tmp_path)
     assert str(ROOT) not in where.stdout
