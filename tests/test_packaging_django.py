@@ -14,9 +14,7 @@ from outbox.broker import embedded
 from tests.test_conformance import missing, named
 from tests.wheel import ROOT, Environments, run
 
-PAGE = "\n".join(
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("django.md", "django-compatibility.md")
-)
+PAGE = (ROOT / "docs" / "django.md").read_text(encoding="utf-8")
 # A fenced block with the line of text before it.
 BLOCKS = re.compile(r"([^\n]*)\n\n```(\w+)\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"(Append to )?`([\w/]+\.py)`[^`]*:$")

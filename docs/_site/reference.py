@@ -164,9 +164,9 @@ class Reference(SphinxDirective):
 
 # Files of the repository outside docs/, and their pages on the site.
 _OUTSIDE: Final = {
-    "CONTRIBUTING.md": "contributing",
-    "CHANGELOG.md": "changelog",
-    "sample_project/README.md": "sample-project",
+    "CONTRIBUTING.md": "maintainers/contributing",
+    "CHANGELOG.md": "maintainers/changelog",
+    "sample_project/README.md": "maintainers/sample-project",
 }
 _LINK: Final = re.compile(r"\[([^]]+)\]\((?!\w+://|#)([^)#\s]+)(#[^)\s]*)?\)")
 

@@ -1,4 +1,4 @@
-"""A project moves from PostgreSQL to RocketMQ and back by its settings alone, while it works (docs/engine-moves.md)."""
+"""A project moves from PostgreSQL to RocketMQ and back by its settings alone, while it works (docs/engines.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of docs/changing-messages.md and docs/engine-moves.md, with workers and publishers that keep running."""
+"""The steps of docs/changing-messages.md and docs/engines.md, with workers and publishers that keep running."""
 
 from __future__ import annotations
 

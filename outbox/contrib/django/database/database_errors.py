@@ -31,7 +31,7 @@ _AGAIN: Final = "run the whole operation again, in a new transaction"
 _STATES: Final = {
     "42501": (
         "the role lacks a right",
-        "grant the right (docs/operations/postgresql.md#grant-rights), then run the whole operation again",
+        "grant the right (docs/operations/connections.md#grant-rights), then run the whole operation again",
     ),
     "25006": ("the database is read-only (a replica?)", "connect the alias to the primary server"),
     "53": ("the server is short of disk, memory or connections", f"free or add capacity, then {_AGAIN}"),
