@@ -1,4 +1,4 @@
-"""`.ci/run` leaves out slow tests, but no planted fault, no kill point, and no scenario of docs/maintainers/conformance.md."""
+"""`.ci/run` leaves slow tests out, but no planted fault, kill point or scenario of docs/maintainers/conformance.md."""
 
 from __future__ import annotations
 

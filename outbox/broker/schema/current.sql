@@ -4,8 +4,8 @@
 -- Functions look up names where these tables are, whatever the session's search_path. If the parameters of a released
 -- function change, the function gets a new name, because the code of the release before still calls the old one.
 --
--- Executed with search_path set to the broker's schema. docs/maintainers/storage.md says which process writes and deletes
--- the rows of each table.
+-- Executed with search_path set to the broker's schema. docs/maintainers/storage.md says which process writes and
+-- deletes the rows of each table.
 --
 -- The tables that every message passes through (commit_log, op_log, consume_queue, tick, consumer_offset) are
 -- append-only: rows are inserted and later deleted, and readers only scan forward. Only the removal of a person's data
