@@ -17,7 +17,7 @@ from typing import Final
 import psycopg
 
 from outbox.broker import embedded
-from outbox.events.declaration import LONGEST_WAIT_SECONDS
+from outbox.retry import LONGEST_WAIT_SECONDS
 from sample_project import server
 from sample_project.demo import charges, deployment, figures, reconcile, rocketmq, verdicts
 from sample_project.demo.charges import PaymentKill

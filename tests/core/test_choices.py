@@ -11,7 +11,7 @@ from outbox.subscription import Effects, Mode, OnError, Start, Subscription
 from outbox.topic import MessageType, Topic
 
 # Options of a subscription, and the end of the error.
-WRONG = [
+WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mode": "key_ordered"}, "mode='key_ordered' must be Mode.KEY_ORDERED."),
     ({"mode": "Key-Ordered"}, "mode='Key-Ordered' must be Mode.KEY_ORDERED."),
     ({"mode": "fifo"}, "mode='fifo' must be Mode.CONCURRENT or Mode.ORDERLY or Mode.KEY_ORDERED."),
@@ -25,9 +25,8 @@ WRONG = [
 
 def test_a_subscription_takes_members_only() -> None:
     for options, end in WRONG:
-        given: dict[str, Any] = dict(options)
         with pytest.raises(InvalidSubscription) as caught:
-            Subscription(topic="t", group="g", **given)
+            Subscription(topic="t", group="g", **options)
         assert str(caught.value) == f"subscription 'g' to 't': {end}"
     Subscription(
         topic="t",

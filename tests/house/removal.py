@@ -45,6 +45,15 @@ print = lambda *words: said.append(words)
 _AFTER: Final = """
 assert said == [("welcome,", "alice")], said
 """
+# From the page's one database to two, as the page says below its program: the two-phase path.
+_TWO_DATABASES: Final = {
+    'create_database(server, "shop"))}': """create_database(server, "shop")),
+               "broker": database_from_url(embedded.create_database(server, "broker"))},
+    DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"]""",
+    'OUTBOX={"': 'OUTBOX={"BROKER": "broker", "',
+    'call_command("migrate", verbosity=0)': """call_command("migrate", verbosity=0)
+call_command("migrate", database="broker", verbosity=0)""",
+}
 _SETTINGS: Final = 'django_settings_module = "sample_project.settings"'
 
 
@@ -153,12 +162,17 @@ class Copy:
         self.run("-m", "tests.house.small_project")
 
     def check_quick_start(self) -> None:
-        """The program of docs/quickstart.md works."""
+        """The program of docs/quickstart.md works, with one database and with two."""
         page = (self.folder / "docs" / "quickstart.md").read_text(encoding="utf-8")
         program = re.search(r"<!-- quickstart -->\n```python\n(.*?)```", page, re.DOTALL)
         assert program is not None
-        (self.folder / "quickstart.py").write_text(_BEFORE + program[1] + _AFTER, encoding="utf-8")
-        self.run("quickstart.py")
+        with_two = program[1]
+        for one, two in _TWO_DATABASES.items():
+            assert with_two.count(one) == 1, one
+            with_two = with_two.replace(one, two)
+        for text in (program[1], with_two):
+            (self.folder / "quickstart.py").write_text(_BEFORE + text + _AFTER, encoding="utf-8")
+            self.run("quickstart.py")
 
     def check_types(self) -> None:
         """mypy finds nothing."""

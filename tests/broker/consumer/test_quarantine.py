@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 
 from outbox.broker import deaths
+from outbox.broker.groups import quarantine
 from outbox.broker.operations import dead_letters
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.errors import HandlersHung
