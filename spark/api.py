@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 from .common.errors import UsageProblem
 from .common.options import LookBack, RunOptions, parse_duration
 from .common.progress import Progress
-from .common.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -79,7 +78,9 @@ def run(
     Raises ReconcileError if the run gives no result; its `exit_code` is 2 if an operator must correct something first,
     and 3 if the same run may succeed later. The previous result then stays in force.
     """
+    # Without pyspark and pyarrow, other modules of this package can be imported.
     from . import pipeline
+    from .common.store import Store
     from .stages.findings import FINDINGS_SCHEMA
 
     options = RunOptions(
