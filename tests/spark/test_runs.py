@@ -95,6 +95,8 @@ def repair(world: World) -> None:
 
 
 @pytest.mark.slow
+# Five runs over one world; beside four other workers they take eight minutes. The limit only ends a run that hangs.
+@pytest.mark.timeout(1200)
 def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     reconcile: Reconciler, world: World, tmp_path: Path
 ) -> None:
