@@ -278,7 +278,7 @@ class Delivery(Generic[Body_co]):
 
     @property
     def erased(self) -> bool:
-        """Whether the body was erased, or a key without which nobody can read it was deleted."""
+        """Whether an operator erased the body, or deleted the key that it needs."""
         return self._unread is None and self.body is ERASED
 
     @property

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .common.errors import UsageProblem
-from .common.options import LookBack, RunOptions, parse_duration
+from .common.options import LookBack, RunOptions, in_utc, parse_duration
 from .common.progress import Progress
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def run(
     options = RunOptions(
         rules=Path(rules),
         output=output,
-        since=_in_utc(since),
-        until=_in_utc(until),
+        since=None if since is None else in_utc(since),
+        until=None if until is None else in_utc(until),
         full=full,
         look_back=None if look_back is None else LookBack(_seconds(look_back)),
         metrics=None if metrics is None else Path(metrics),
@@ -101,21 +101,15 @@ def run(
         for group, counts in {"": rule["counts"], **rule["groups"]}.items()
         for name, count in counts.items()
     ]
-    names = [column.split()[0].strip("`") for column in _CAUSES.split(", ")]
-    causes = [tuple(cause[name] for name in names) for cause in contents["causes"]]
     return Result(
         exit_code=pipeline.exit_code(contents),
         faults=contents["faults"],
         findings=spark.read.schema(FINDINGS_SCHEMA).parquet(store.spark_path(contents["findings"])),
-        causes=spark.createDataFrame(causes, _CAUSES),
+        causes=spark.createDataFrame(contents["causes"], _CAUSES),
         counts=spark.createDataFrame(counted, _COUNTS),
         report=f"{output.rstrip('/')}/{contents['report']}",
         contents=contents,
     )
-
-
-def _in_utc(time: datetime | None) -> datetime | None:
-    return time.replace(tzinfo=UTC) if time is not None and time.tzinfo is None else time
 
 
 def _seconds(look_back: str) -> float:

@@ -86,6 +86,11 @@ def parse_moment(value: str) -> datetime:
         moment = datetime.fromisoformat(value)
     except ValueError as error:
         raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
+    return in_utc(moment)
+
+
+def in_utc(moment: datetime) -> datetime:
+    """Return the same moment in UTC. A moment without an offset is in UTC already."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 

@@ -295,15 +295,12 @@ class SubscriptionRunner:
     def report(self, run: Executor, instance: UUID) -> None:
         """Store for operators what has changed since the last call: whether there is an outage, and which versions of
         events wait for newer code."""
-        if self.outage.resume_at is not None or self._reported:
-            self._report_outage(run, instance)
+        if (pauses := self.outage.pauses) != self._reported:
+            self._report_outage(run, instance, pauses)
         if self.unknown.met:
             self.unknown.report(run, instance, self.subscribed.key)
 
-    def _report_outage(self, run: Executor, instance: UUID) -> None:
-        pauses = self.outage.pauses
-        if pauses == self._reported:
-            return
+    def _report_outage(self, run: Executor, instance: UUID, pauses: int) -> None:
         group_id, topic_id = self.subscribed.key
         if pauses:
             members.report_outage(run, instance, group_id, topic_id, self.outage.error)
@@ -433,7 +430,7 @@ class Calls:
             now = time.monotonic()
             hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
             found += [began + seconds for began, seconds in hangs if began is not None and began + seconds > now]
-        for work in self._claimed() if self.has_claims else ():
+        for work in self._claimed():
             found += [at for at in (work.leaves_at(), work.renew_at or None) if at is not None]
         return found
 

@@ -227,8 +227,6 @@ class WorkerPool:
         self._stuck = 0
         # The number of submitted calls that have not ended.
         self.in_hand = 0
-        # Whether so many handlers are stuck that the pool starts no more threads and no more calls.
-        self.frozen = False
         # `behind`: the calls that wait for a busy thread; any thread may ask whether there are any. `_busy`: the number
         # of calls in `_queue` and of threads that run calls. `_taken_at`: the time (time.monotonic) at which a thread
         # last took a call from `behind`, or at which a call was added to the empty `behind`.
@@ -240,11 +238,10 @@ class WorkerPool:
     @property
     def room(self) -> int:
         """The number of calls that the pool accepts now."""
-        if self.frozen:
+        if self._stuck and self.frozen:
             return 0
         ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
-        threads = self._threads if self.gate is None else self.usable_threads
-        return max(0, threads * (1 + ahead) - self.in_hand)
+        return max(0, self.usable_threads * (1 + ahead) - self.in_hand)
 
     @property
     def usable_threads(self) -> int:
@@ -252,6 +249,11 @@ class WorkerPool:
         if self.gate is None or self.gate.allowed is None:
             return self._threads
         return min(self._threads, self.gate.allowed)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether so many handlers are stuck that the pool starts no more threads and no more calls."""
+        return self._stuck > self._threads * STUCK_LIMIT
 
     @property
     def waiting(self) -> int:
@@ -372,7 +374,7 @@ class WorkerPool:
         with self._sharing_lock:
             self._busy -= 1
             self._spread()
-        self._count_stuck(1)
+        self._stuck += 1
         if self.frozen:
             logger.error(
                 "%s: %d handlers are stuck; outbox starts no more threads for this subscription",
@@ -383,12 +385,8 @@ class WorkerPool:
 
     def unstuck(self) -> None:
         """Record that an abandoned call has returned. The thread of this call ends."""
-        self._count_stuck(-1)
+        self._stuck -= 1
         self._staff()
-
-    def _count_stuck(self, change: int) -> None:
-        self._stuck += change
-        self.frozen = self._stuck > self._threads * STUCK_LIMIT
 
     def _staff(self) -> None:
         """Ask for threads for the waiting calls, unless too many threads are stuck."""

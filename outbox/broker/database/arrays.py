@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain, repeat
 from typing import Final
 from uuid import UUID
@@ -46,28 +47,20 @@ def blobs(values: Sequence[bytes]) -> BinaryValue:
     return _blobs(_BYTEA, values)
 
 
-def integers(values: Sequence[int]) -> BinaryValue:
-    """integer[]"""
-    return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *chain.from_iterable(zip(repeat(4), values))))
+def _numbers(oid: int, size: int, letter: str, values: Sequence[int]) -> BinaryValue:
+    # `letter` is that of `struct` for a number of `size` bytes. Each number follows its size.
+    packed = struct.pack(f"!{f'i{letter}' * len(values)}", *chain.from_iterable(zip(repeat(size), values)))
+    return _array(oid, len(values), packed)
 
 
-def bigints(values: Sequence[int]) -> BinaryValue:
-    """bigint[]"""
-    return _array(
-        _INT8, len(values), struct.pack("!" + "iq" * len(values), *chain.from_iterable(zip(repeat(8), values)))
-    )
-
+# Functions that return an integer[], a bigint[] or an xid8[]. A `partial` takes no Python frame of its own.
+integers: Final[Callable[[Sequence[int]], BinaryValue]] = partial(_numbers, _INT4, 4, "i")
+bigints: Final[Callable[[Sequence[int]], BinaryValue]] = partial(_numbers, _INT8, 8, "q")
+xids: Final[Callable[[Sequence[int]], BinaryValue]] = partial(_numbers, _XID8, 8, "Q")
 
 # The types of parameters of a statement that declares its types.
 INTEGERS: Final = Type(1007, integers)
 BIGINTS: Final = Type(1016, bigints)
-
-
-def xids(values: Sequence[int]) -> BinaryValue:
-    """xid8[]"""
-    return _array(
-        _XID8, len(values), struct.pack("!" + "iQ" * len(values), *chain.from_iterable(zip(repeat(8), values)))
-    )
 
 
 def optional_integers(values: Sequence[int | None]) -> BinaryValue:

@@ -55,22 +55,20 @@ class MenuEntry:
 
 
 def menu(path: str) -> list[MenuEntry]:
-    """The sections of the menu, as the page at `path` shows them."""
-    addresses = {name: reverse(f"outbox:{name}") for pages in MENU.values() for name, _ in pages}
-    # The overview's address begins all others.
-    above = [one for name, one in addresses.items() if path == one or (name != "overview" and path.startswith(one))]
+    """Return the sections of the menu, as the page at `path` shows them."""
     found = []
     for label, pages in MENU.items():
-        shown = [
-            MenuEntry(title, addresses[name], "" if addresses[name] not in above else _current(path, addresses[name]))
-            for name, title in pages
-        ]
+        shown = [_entry(path, name, title) for name, title in pages]
         found.append(MenuEntry(label, shown[0].address, "true" if any(one.current for one in shown) else "", shown))
     return found
 
 
-def _current(path: str, address: str) -> str:
-    return "page" if path == address else "true"
+def _entry(path: str, name: str, title: str) -> MenuEntry:
+    address = reverse(f"outbox:{name}")
+    if path == address:
+        return MenuEntry(title, address, "page")
+    # The overview's address begins all others.
+    return MenuEntry(title, address, "true" if name != "overview" and path.startswith(address) else "")
 
 
 @dataclass(frozen=True, slots=True)

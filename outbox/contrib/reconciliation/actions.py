@@ -162,7 +162,7 @@ def _notes(run: None, asked: Asked, rows: Sequence[Finding]) -> Mapping[str, obj
 
 
 def _by_cause(rows: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings that probably have one cause are together: those of one class, rule and group."""
+    """Put the findings together that probably have one cause: those of one result, class, severity, rule and group."""
     found: dict[tuple[object, ...], list[Finding]] = {}
     for one in rows:
         found.setdefault((one.output, one.finding_class, one.severity, one.rule, one.group), []).append(one)

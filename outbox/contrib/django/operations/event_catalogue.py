@@ -24,9 +24,7 @@ LOOKED_AT: Final = 1_000
 # A longer text in the header is no version, and Python refuses to read thousands of digits.
 _LONGEST_VERSION: Final = 18
 
-# The log has no index by event, so only a fixed number of rows is read, backwards
-# along the primary key.
-
+# The log has no index by event, so only a fixed number of rows is read, backwards along the primary key.
 _SEEN: Final = Statement("""
 SELECT topic.name AS topic, coalesce(left(event, 200), '') AS event, coalesce(left(version, 200), '') AS version,
        coalesce(newest.producer_group, '') AS producer_group, count(*) AS messages, max(stored_at) AS last_at,
