@@ -27,7 +27,7 @@ help: ## Show this list
 
 install: $(SMALL) ## Create the virtual environment for a change of the core: tests, ruff, mypy (95 MB to download)
 
-install-all: $(STAMP) ## Also install what all other targets need: Spark, RocketMQ and Kafka clients, Sphinx (795 MB)
+install-all: $(STAMP) ## Also install what all other targets need: Spark, RocketMQ and Kafka clients, Sphinx (790 MB)
 
 $(BIN)/python:
 	@echo 'Creating a virtual environment in $(VENV).'
@@ -39,13 +39,13 @@ $(SMALL): setup.py pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(STAMP): setup.py pyproject.toml | $(BIN)/python
-	@echo 'Installing the project and all tools into $(VENV): some 795 MB to download, most of it for Spark.'
+	@echo 'Installing the project and all tools into $(VENV): some 790 MB to download, most of it for Spark.'
 	@$(PIP) --editable '.[dev-all]'
 	@touch $(SMALL) $(DEMO) $@
 
 $(DEMO): setup.py pyproject.toml | $(BIN)/python
 	@echo 'Installing what the demo needs into $(VENV): Django, Celery, a private PostgreSQL (some 50 MB to download).'
-	@echo 'For its report, the demo then installs Spark, another 595 MB; without the report: $(BIN)/python -m sample_project.demo --no-reconcile.'
+	@echo 'For its report, the demo then installs Spark, another 590 MB; without the report: $(BIN)/python -m sample_project.demo --no-reconcile.'
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
