@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.oracle.__main__ import judged, keep, kept, main
 from tests.oracle.checker import GROUPS, RULES, Tables, check
+from tests.oracle.faulty import PATCHES, ROOT
 from tests.oracle.storm import Outcome, Plan
 
 Line = dict[str, Any]
@@ -339,3 +341,12 @@ ALSO_DOCUMENTED = {
     "outbox.contrib.django.celery",
     "outbox.broker.embedded",
 }
+
+
+def test_each_planted_fault_can_be_planted() -> None:
+    """A patch that does not apply any more would only be missed when somebody runs it."""
+    patches = sorted(PATCHES.glob("*.patch"))
+    assert len(patches) == 12
+    for patch in patches:
+        done = subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{patch.name}: {done.stderr}"
