@@ -87,7 +87,7 @@ def goal_cells(goal: Goal, machines: Sequence[Results | None]) -> list[str]:
     return [
         goal.what,
         "; ".join(str(bound) for bound in goal.bounds),
-        *(_shown(of_machine) + _least(goal, it) for of_machine, it in zip(values, machines, strict=True)),
+        *map(_shown, values),
         _once(met),
         f"`goals --part {goal.part}`",
     ]
@@ -95,13 +95,6 @@ def goal_cells(goal: Goal, machines: Sequence[Results | None]) -> list[str]:
 
 def _shown(values: Sequence[list[float] | None]) -> str:
     return _once([_spread(one) if one else NOT_MEASURED for one in values])
-
-
-def _least(goal: Goal, it: Results | None) -> str:
-    """What the program with less work reaches, if the goal has one and it was measured."""
-    found = [values for bound in goal.least if it and (values := bound.values(it.rows))]
-    name = "the least work" if goal.part == "web" else "raw claim-delete"
-    return f"; {name}: {_shown(found)}" if found else ""
 
 
 def _once(texts: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections import defaultdict
@@ -71,8 +72,23 @@ class Running:
     next_number: int = 0
     published: int = 0
 
-    def job(self, count: int, *, threads: int = THREADS, per_second: float = 0.0, plain: bool = False) -> Job:
-        """Run blocks and wait until what they published is handled."""
+    @contextlib.contextmanager
+    def stopped_worker(self) -> Iterator[None]:
+        """Its processes do not run meanwhile; at the end, they have handled all messages."""
+        pids = [process.pid for process in processes.tree(self.worker.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        self._wait(self.next_number, 0)
+
+    def job(
+        self, count: int, *, threads: int = THREADS, per_second: float = 0.0, plain: bool = False, waits: bool = True
+    ) -> Job:
+        """Run blocks, and wait until what they published is handled, unless the worker is stopped."""
         first, self.next_number = self.next_number, self.next_number + count
         self.published += 0 if plain else count
         into = self.folder / f"blocks-{first}"
@@ -80,7 +96,7 @@ class Running:
         with psycopg.connect(self.application, autocommit=True) as connection, measured(self.application) as usage:
             before = self._cpu(connection)
             answer = ask(self.web, {**told, "into": str(into)})
-            handled = {} if plain else self._wait(first, count)
+            handled = self._wait(first, count) if waits and not plain else {}
             time.sleep(_SETTLE_SECONDS)
             used = self._cpu(connection)
         blocks = list(ENTRY.iter_unpack(into.read_bytes()))

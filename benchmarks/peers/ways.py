@@ -43,9 +43,12 @@ RELIABLE = Way("django-reliable-outbox", "reliable", "django-reliable-outbox", _
 RELIABLE_INBOX = replace(RELIABLE, name=f"{RELIABLE.name}, inbox", inbox=True)
 ATOMIC_INBOX, TWO_PHASE_INBOX = (replace(way, name=f"{way.name}, inbox", inbox=True) for way in (ATOMIC, TWO_PHASE))
 OURS = (ATOMIC, ATOMIC_INBOX, TWO_PHASE, TWO_PHASE_INBOX)
-# The least work of each path: what limits the goals.
+# The least work of any outbox on each path, and of a log with order, inbox and offsets: what limits the goals.
 FLOOR = Way("the least work, atomic", "floor", "", ("-m", "benchmarks.peers.floor.worker"), inbox=True)
 FLOOR_TWO_PHASE = replace(FLOOR, name="the least work, two-phase", two_phase=True)
+FLOOR_LOG = Way("the least log, atomic", "floor_log", "", ("-m", "benchmarks.peers.floor_log.worker"), inbox=True)
+FLOOR_LOG_TWO_PHASE = replace(FLOOR_LOG, name="the least log, two-phase", two_phase=True)
+FLOORS = (FLOOR, FLOOR_TWO_PHASE, FLOOR_LOG, FLOOR_LOG_TWO_PHASE)
 # Only its web process is run: what a web process has without outbox.
 PLAIN_DJANGO = Way("Django without outbox", "plain_django", "", ())
 PEERS = (
@@ -56,7 +59,7 @@ PEERS = (
     Way("Celery + Redis, on_commit", "celery_redis", "celery", _CELERY, program="redis-server"),
 )
 RAW = Way("raw psycopg, NOTIFY", "raw", "", ("-m", "benchmarks.peers.raw.worker"))
-EVERY = (*OURS, *PEERS, FLOOR, FLOOR_TWO_PHASE, RAW)
+EVERY = (*OURS, *PEERS, *FLOORS, RAW)
 
 
 def before(way: Way, checkout: Path) -> Way:

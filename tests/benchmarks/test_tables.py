@@ -83,10 +83,11 @@ def test_a_goal_is_met_on_both_machines_or_not(fast: Results, slow: Results | No
     assert tables.goal_cells(goal, [fast, slow])[1:5] == ["≥ 1.5", *shown]
 
 
-def test_the_ceiling_is_beside_the_figure() -> None:
-    bound = Bound(True, 1.5, ("ours", "x"), ("peer", "x"))
-    cells = tables.goal_cells(Goal("what", "bulk", (bound,), (bound,)), [_machine(3, 2), None])
-    assert cells[2:5] == ["1.50 (0.00 to 1.50); raw claim-delete: 1.50 (0.00 to 1.50)", "not measured", "yes on one"]
+def test_a_ratio_can_be_compared_with_another_ratio() -> None:
+    of_ours, of_raw = ("ours of two", "x"), (("raw of two", "x"), ("raw", "x"))
+    bound = Bound(True, 1, of_ours, ("ours", "x"), per=of_raw)
+    cells = {"ours": 10.0, "ours of two": 15.0, "raw": 100.0, "raw of two": 120.0}
+    assert bound.values({row: {"x": [value]} for row, value in cells.items()}) == [1.25]
 
 
 def test_a_limit_above_and_a_difference() -> None:

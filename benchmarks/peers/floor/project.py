@@ -29,6 +29,13 @@ def connect() -> psycopg.Connection[tuple[Any, ...]]:
     return psycopg.connect(os.environ["OUTBOX_BENCH_BROKER"], autocommit=True, application_name=name)
 
 
+def begin(connection: psycopg.Connection[Any]) -> None:
+    """Begin Django's transaction before a prepared statement: psycopg begins it with the first one of its cursors."""
+    result = connection.pgconn.exec_(b"BEGIN")
+    if result.status != pq.ExecStatus.COMMAND_OK:
+        raise RuntimeError(result.get_error_message())
+
+
 class Prepared:
     """A statement that libpq executes without psycopg's cursor. Values and results are texts."""
 

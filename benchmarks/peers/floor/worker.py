@@ -14,7 +14,7 @@ from django.db import connection as application
 from django.db import transaction
 
 from benchmarks.peers import orm
-from benchmarks.peers.floor.project import TWO_PHASE, Prepared, connect
+from benchmarks.peers.floor.project import TWO_PHASE, Prepared, begin, connect
 from benchmarks.peers.record import handled
 
 _TAKE = """
@@ -49,6 +49,7 @@ def main() -> None:
 
 def _handle_some(take: Prepared, inbox: Prepared, remove: Prepared) -> int:
     with transaction.atomic():
+        begin(application.connection)
         found = take()
         ids = f"{{{','.join((row[0] or b'').decode() for row in found)}}}"
         if TWO_PHASE and found:
