@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from datetime import timedelta
 from io import StringIO
 
 import django
@@ -33,7 +32,6 @@ PAGES = {
     "retried messages": "waiting/?retrying=yes",
     "topics": "topics/",
     "topic": "topics/one/?name=topic-7",
-    "timeline of 7 days": "timeline/?span=7d",
     "history of 7 days": "history/?span=7d",
     "history of a group": "history/?span=6h&group=group-1",
     "undecided and parked": "undecided/?parked=yes",
@@ -101,30 +99,9 @@ def _client(url: str) -> Client:
     call_command("outbox_install", stdout=StringIO())
     from django.contrib.auth.models import User
 
-    _fill_timeline()
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
     return client
-
-
-def _fill_timeline() -> None:
-    """As many past conditions as are kept."""
-    from django.utils import timezone
-
-    from outbox.contrib.django.models import PastCondition
-    from outbox.contrib.django.operations.raised import KEPT_ROWS
-
-    now = timezone.now()
-    PastCondition.objects.bulk_create(
-        PastCondition(
-            name="lag",
-            subject=f"group group-{number % 200}, topic topic-7",
-            severity=1 + number % 2,
-            raised_at=now - timedelta(minutes=number),
-            seen_at=now - timedelta(minutes=number - 1),
-        )
-        for number in range(1, KEPT_ROWS + 1)
-    )
 
 
 if __name__ == "__main__":

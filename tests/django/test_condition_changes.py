@@ -34,7 +34,6 @@ from tests.django.conftest import point_alias
 from tests.django.given_conditions import give
 from tests.django.processes import process
 from tests.django.support import sequence
-from tests.django.test_settling_commands import undecided
 from tests.django.test_signals import received
 from tests.support import eventually
 
@@ -185,25 +184,6 @@ def test_a_receiver_that_raises_stops_neither_the_pass_nor_other_receivers(
     finally:
         signals.condition_changed.disconnect(broken)
     assert "this receiver is broken" in caplog.text
-
-
-def test_a_parked_transaction_is_signalled_once() -> None:
-    first = undecided("a")
-    with received(signals.transaction_parked) as found:
-        raised.run_once(now_and(0))
-        second = undecided("b", "c")
-        raised.run_once(now_and(10))
-        raised.run_once(now_and(20))
-        for one in (first[0], second[0]):
-            call_command("outbox_transaction", "decide", str(one), "commit", "--no-input", stdout=StringIO())
-        raised.run_once(now_and(300))
-        assert sending.flush(10)
-    assert [(one["transaction_id"], one["producer_group"]) for one in found] == [
-        (one, "shop") for one in (*first, *sorted(second))
-    ]
-    assert [one["topics"] for one in found] == [["orders"]] * 3
-    kept = RaisedCondition.objects.filter(kind=RaisedCondition.Kind.TRANSACTION)
-    assert [row.subject for row in kept] == [str(second[1])]
 
 
 def test_dead_letters_become_critical_and_are_settled(outbox_settings: Callable[..., None]) -> None:

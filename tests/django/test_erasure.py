@@ -29,7 +29,7 @@ from outbox.broker.operations import summary
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs as codecs
-from outbox.contrib.django.models import InboxEntry, OperatorAction, PastCondition, RaisedCondition, StepEntry
+from outbox.contrib.django.models import InboxEntry, OperatorAction, RaisedCondition, StepEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject, envelope
 from outbox.contrib.encryption.keys import create_key_table, subject_keys
@@ -72,7 +72,7 @@ FORWARD: Final = {
 def clean(databases: None) -> Iterator[None]:
     yield
     for model in (
-        *(DeadLetterNote, ErasureEntry, Finding, PastCondition, RaisedCondition, SagaProgress),
+        *(DeadLetterNote, ErasureEntry, Finding, RaisedCondition, SagaProgress),
         *(RelayEntry, SavedReconciliation, StepEntry, TaskEntry),
     ):
         model._base_manager.using("default").all().delete()
@@ -167,9 +167,8 @@ def fill(world: World) -> list[UUID]:
     )  # fmt: skip
     ForwardEndpoint.objects.create(group="partner", last_error=f"Rejected: {MARK}")
     RaisedCondition.objects.create(
-        kind="condition", name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
+        name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
     )  # fmt: skip
-    PastCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
     DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
     RelayEntry.objects.create(
         line=1, message_id=uuid4(), transaction_id=uuid4(), topic=TOPIC, key=MARK, headers={"name": MARK},
@@ -207,7 +206,7 @@ EVERYWHERE: Final = {
     )),
     *(f"default:public.outbox_{name}" for name in (
         "step", "unique", "saga", "finding", "endpoint", "raised_condition", "operator_action", "task",
-        "past_condition", "dead_letter_note", "reconciliation", "relay",
+        "dead_letter_note", "reconciliation", "relay",
     )),
 }  # fmt: skip
 

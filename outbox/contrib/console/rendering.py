@@ -31,7 +31,7 @@ _MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "Messages": (("search", "Messages"), ("waiting", "Waiting"), ("events", "Events")),
     "Groups": (("groups", "Groups"), ("topics", "Topics")),
     "Repair": (("dead_letters", "Dead letters"), ("undecided", "Undecided"), ("incidents", "Incidents")),
-    "History": (("timeline", "Timeline"), ("audit", "Audit")),
+    "History": (("audit", "Audit"),),
 }
 MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     section: (*pages, *((one.name, one.menu[1]) for one in LISTINGS.values() if one.menu and one.menu[0] == section))

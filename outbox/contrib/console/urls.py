@@ -19,7 +19,6 @@ from outbox.contrib.console.views import (
     messages,
     overview,
     records,
-    timeline,
     waiting,
 )
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
@@ -43,7 +42,6 @@ PAGES: list[URLPattern] = [
     path("", overview.overview, name="overview"),
     path("history/", overview.history, name="history"),
     path("liveness/", overview.liveness, name="liveness"),
-    path("timeline/", timeline.timeline, name="timeline"),
     path("messages/", messages.search, name="search"),
     path("messages/<uuid:message_id>/", messages.message, name="message"),
     path("dead-letters/", dead_letters.dead_letters, name="dead_letters"),

@@ -207,24 +207,12 @@ class OperatorAction(models.Model):
 class RaisedCondition(models.Model):
     """A condition that holds now for one subject, since `raised_at`. The pass `conditions` writes and deletes the rows.
 
-    All processes of the service share the rows, so one process reports each change. A row of the kind TRANSACTION is a
-    parked transaction, which was reported by a signal. The row of the kind PASS is about the pass itself: since
-    `raised_at` the pass has run without a gap, the last time at `seen_at`.
+    All processes of the service share the rows, so one process reports each change.
     """
 
-    class Kind(models.TextChoices):
-        """What the row is about."""
-
-        CONDITION = "condition", "condition"
-        TRANSACTION = "transaction", "parked transaction"
-        PASS = "pass", "run of the pass"
-
-    kind = models.CharField(max_length=15, choices=Kind)
     name = models.CharField(max_length=63)
     subject = models.CharField(max_length=400)
     severity = models.SmallIntegerField()
-    # The highest severity since `raised_at`.
-    worst = models.SmallIntegerField(db_default=0)
     raised_at = models.DateTimeField()
     seen_at = models.DateTimeField()
 
@@ -233,31 +221,8 @@ class RaisedCondition(models.Model):
         db_table = "outbox_raised_condition"
         verbose_name = "raised condition"
         constraints: ClassVar = [
-            models.UniqueConstraint(fields=["kind", "name", "subject"], name="outbox_one_raised_condition")
+            models.UniqueConstraint(fields=["name", "subject"], name="outbox_one_raised_condition")
         ]
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.subject}"
-
-
-class PastCondition(models.Model):
-    """A condition that is over: it held for one subject from `raised_at` to `seen_at`, the last pass that saw it.
-
-    The statement that clears a `RaisedCondition` is in the same transaction as the INSERT of this row. A row without a
-    name is a time in which the pass ran. So the time between two such rows was not watched.
-    """
-
-    name = models.CharField(max_length=63)
-    subject = models.CharField(max_length=400)
-    severity = models.SmallIntegerField()
-    raised_at = models.DateTimeField()
-    seen_at = models.DateTimeField()
-
-    class Meta:
-        app_label = "outbox"
-        db_table = "outbox_past_condition"
-        verbose_name = "past condition"
-        indexes: ClassVar = [models.Index(fields=["seen_at"], name="outbox_past_condition_seen_at")]
 
     def __str__(self) -> str:
         return f"{self.name} {self.subject}"

@@ -1,9 +1,8 @@
-"""Django signals: dead letters, conditions, parked transactions, and the processes of a worker (docs/hooks.md)."""
+"""Django signals: dead letters, conditions, and the processes of a worker (docs/hooks.md)."""
 
 from outbox.contrib.django.operations.signals import (
     condition_changed,
     message_dead_lettered,
-    transaction_parked,
     worker_started,
     worker_stopped,
 )
@@ -11,7 +10,6 @@ from outbox.contrib.django.operations.signals import (
 __all__ = [
     "condition_changed",
     "message_dead_lettered",
-    "transaction_parked",
     "worker_started",
     "worker_stopped",
 ]

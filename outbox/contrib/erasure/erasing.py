@@ -25,7 +25,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.models import OperatorAction, PastCondition, RaisedCondition, StepEntry
+from outbox.contrib.django.models import OperatorAction, RaisedCondition, StepEntry
 from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import for_column, get_settings, settings_of
 from outbox.contrib.erasure import broker_rows, erasure_list
@@ -232,7 +232,6 @@ def _audit(rows: Rows, scope: Scope) -> int:
 _TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
     RaisedCondition: _conditions,
-    PastCondition: _conditions,
     OperatorAction: _audit,
 }
 

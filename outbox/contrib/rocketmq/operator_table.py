@@ -92,7 +92,6 @@ PAGES: Final[Mapping[str, str]] = {
     "groups": _OVERVIEW,
     "group": "Use `outbox_group offsets GROUP`.",
     "workers": "RocketMQ knows the clients of its proxies: `mqadmin consumerConnection`.",
-    "timeline": "Draw the metric outbox_condition with Grafana.",
     "topics": _OVERVIEW,
     "topic": _OVERVIEW,
     "events": "",

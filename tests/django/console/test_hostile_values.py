@@ -25,7 +25,7 @@ from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
-from outbox.contrib.django.models import OperatorAction, PastCondition, RaisedCondition
+from outbox.contrib.django.models import OperatorAction, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding
@@ -209,7 +209,7 @@ def test_a_page_that_fails_has_the_headers_and_is_reported(
 def crowded(world: World) -> Iterator[tuple[World, list[str]]]:
     """Rows of every kind, whose texts are hostile; and the addresses of the pages that show them."""
     yield world, crowd(world, STORED)
-    for model in (ForwardEndpoint, PastCondition, RaisedCondition):
+    for model in (ForwardEndpoint, RaisedCondition):
         model.objects.all().delete()
 
 
@@ -262,7 +262,6 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
     ForwardEndpoint.objects.create(
         group="mail", disabled_at=LAST, disabled_reason=text, last_error=text, last_error_at=LAST, last_status="x"
     )
-    PastCondition.objects.create(name="outage", subject=short[:400], severity=1, raised_at=FIRST, seen_at=LAST)
     return [
         *PAGES.values(), f"/outbox/messages/{first}/", f"/outbox/audit/{action.pk}/", "/outbox/groups/one/?name=mail",
         "/outbox/groups/one/?name=mail&topic=orders", "/outbox/topics/one/?name=orders",
@@ -315,6 +314,6 @@ def test_no_evidence_of_any_condition_makes_a_page_fail(
     give(monkeypatch, saga_stalled=lambda: found)
     for zone in ZONES:
         with timezone.override(zone):
-            for address in ("", "groups/one/?name=mail", "timeline/", "status/", "metrics/"):
+            for address in ("", "groups/one/?name=mail", "status/", "metrics/"):
                 html = checked(operator.get(f"/outbox/{address}"), address, zone)
                 assert address or "9999-12-31" in html

@@ -17,10 +17,9 @@ from django.utils import timezone
 
 from outbox import event
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Severity
 from outbox.contrib.console import rendering
 from outbox.contrib.django import publish
-from outbox.contrib.django.models import OperatorAction, PastCondition
+from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding
 from outbox.events import declaration
@@ -38,7 +37,7 @@ HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='wind
 PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
-    *("timeline/", "timeline/?span=7d&state=over", "?span=7d", "endpoints/", "schedules/"),
+    *("?span=7d", "endpoints/", "schedules/"),
     *("events/", "events/one/?name=order.viewed"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
@@ -87,10 +86,6 @@ def busy(world: World) -> list[str]:
         HOSTILE, HOSTILE,
     )  # fmt: skip
     past = timezone.now() - timedelta(minutes=9)
-    for severity in (Severity.WARNING, Severity.CRITICAL):
-        PastCondition.objects.create(
-            name="lag", subject=f"group {HOSTILE}", severity=severity, raised_at=past, seen_at=past
-        )
     ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE, last_error=HOSTILE)
     world.sql(
         "INSERT INTO outbox.summary_past SELECT 1800, at, jsonb_build_object('at', extract(epoch FROM at), 'stored', n,"
@@ -222,7 +217,6 @@ def test_pages_are_inert_and_fit_and_axe_finds_nothing(
 
 
 LISTS: Final = (
-    "timeline/",
     "messages/",
     "undecided/",
     "dead-letters/",

@@ -13,7 +13,7 @@ from django.test import Client
 from django.test.utils import override_settings
 from django.utils import translation
 
-from outbox.contrib.django.models import PastCondition, RaisedCondition
+from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.console.support import Site
@@ -67,7 +67,7 @@ def every_page_is_the_same(world: World, operator: Client, languages: Sequence[t
 def emptied(world: World) -> Iterator[None]:
     """Leave no row in the application's database."""
     yield
-    for model in (ForwardEndpoint, PastCondition, RaisedCondition):
+    for model in (ForwardEndpoint, RaisedCondition):
         model.objects.all().delete()
 
 

@@ -120,7 +120,7 @@ def test_paused_and_selected_pages_show_since_when(web: WebProcess, world: World
 def test_nothing_that_is_typed_into_is_in_what_is_replaced() -> None:
     folder = Path(outbox.__file__).parent
     live = [text for path in folder.rglob("templates/**/*.html") if 'id="live"' in (text := path.read_text())]
-    assert len(live) == 5
+    assert len(live) == 4
     assert not any(one.choice for one in urls.LISTED if one.is_live)
     for text in live:
         part = text.partition('<div id="live"')[2].partition("{% endblock %}")[0]

@@ -33,9 +33,6 @@ message_dead_lettered = Signal()
 # Arguments: name, subject, severity ("warning" or "critical"; "ok" when the condition is over), text, next_step,
 # since. Sent by one process with the role check.
 condition_changed = Signal()
-# Arguments: transaction_id, producer_group, topics, key, checks, last_answer. Sent by one process of the producer group
-# with the role check.
-transaction_parked = Signal()
 # Arguments: roles. Sent by each process of a worker.
 worker_started = Signal()
 # Arguments: roles, error (None, or the exception that ended the process). A process that is killed does not send it.
