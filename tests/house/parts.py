@@ -65,14 +65,12 @@ PARTS: Final = (
     ),
     Part(
         "events",
-        r"outbox\.events|\bevent_types?\b|EventType|upcast|unknown_version|event_catalogue",
+        r"outbox\.events|\bevent_types?\b|EventType|upcast|unknown_version",
         (
             "events/",
             "broker/operations/event_conditions.py",
             f"{_DJANGO}/publishing/events.py",
             f"{_DJANGO}/operations/contracts.py",
-            f"{_DJANGO}/operations/event_catalogue.py",
-            "contrib/console/views/events.py",
             f"{_DJANGO}/management/commands/outbox_contract.py",
         ),
     ),

@@ -33,7 +33,6 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "group_paused": ("groups", "state=paused", "Paused groups"),
     "no_worker": ("groups", "state=unattended", "Groups without a worker"),
     "schedule_late": ("schedules", "", "Schedules"),
-    "unknown_version": ("events", "state=unknown", "Events"),
     "endpoint_disabled": ("endpoints", "", "Endpoints"),
     "reconciliation_findings": ("findings", "", "Findings"),
     "retention_behind": ("topics", "", "Topics"),

@@ -28,7 +28,7 @@ REFRESH_SECONDS: float = 5
 # its section and its title itself (`Listing.menu`), so an entry is there only if the part is installed.
 _MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "Now": (("overview", "Overview"), ("workers", "Workers")),
-    "Messages": (("search", "Messages"), ("waiting", "Waiting"), ("events", "Events")),
+    "Messages": (("search", "Messages"), ("waiting", "Waiting")),
     "Groups": (("groups", "Groups"), ("topics", "Topics")),
     "Repair": (("dead_letters", "Dead letters"), ("undecided", "Undecided"), ("incidents", "Incidents")),
     "History": (("audit", "Audit"),),

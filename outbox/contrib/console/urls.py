@@ -13,7 +13,6 @@ from outbox.contrib.console.access import unknown
 from outbox.contrib.console.views import (
     acting,
     dead_letters,
-    events,
     groups,
     listing,
     messages,
@@ -47,8 +46,6 @@ PAGES: list[URLPattern] = [
     path("dead-letters/", dead_letters.dead_letters, name="dead_letters"),
     path("groups/one/", groups.group, name="group"),
     path("topics/one/", groups.topic, name="topic"),
-    path("events/", events.events, name="events"),
-    path("events/one/", events.event, name="event"),
     path("audit/<int:number>/", records.audit_entry, name="audit_entry"),
     *(path(one.address, listing.view_of(one), name=one.name) for one in LISTED),
     *(

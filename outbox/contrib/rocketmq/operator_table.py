@@ -94,8 +94,6 @@ PAGES: Final[Mapping[str, str]] = {
     "workers": "RocketMQ knows the clients of its proxies: `mqadmin consumerConnection`.",
     "topics": _OVERVIEW,
     "topic": _OVERVIEW,
-    "events": "",
-    "event": "",
     "schedules": "Use Celery beat.",
     "endpoints": _ON_POSTGRES,
     "findings": "",

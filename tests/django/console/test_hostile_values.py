@@ -21,7 +21,6 @@ from outbox.broker.groups.registration import register
 from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.contrib.console import asking, tabs, urls
-from outbox.contrib.console.views import events
 from outbox.contrib.django import publish
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
@@ -72,8 +71,7 @@ def checked(answer: HttpResponseBase, *what: object) -> str:
 
 def parameters(name: str) -> list[str]:
     """The parameters that a page reads: the fields of its listing, or those in its source and what it calls."""
-    listed = [*urls.LISTED, events.EVENTS]
-    if found := next((one for one in listed if one.name == name), None):
+    if found := next((one for one in urls.LISTED if one.name == name), None):
         return sorted({*(field.name for field in found.fields), "after", *(["state"] if found.states else [])})
     view = next(one.callback for one in urls.PAGES if one.name == name)
     source = inspect.getsource(inspect.unwrap(view))
@@ -266,7 +264,7 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
         *PAGES.values(), f"/outbox/messages/{first}/", f"/outbox/audit/{action.pk}/", "/outbox/groups/one/?name=mail",
         "/outbox/groups/one/?name=mail&topic=orders", "/outbox/topics/one/?name=orders",
         "/outbox/waiting/?retrying=yes",
-        "/outbox/events/one/?name=order.x", "/outbox/dead-letters/list/?group=mail", "/outbox/undecided/?parked=yes",
+        "/outbox/dead-letters/list/?group=mail", "/outbox/undecided/?parked=yes",
         *(f"/outbox/messages/{one}/" for (one,) in world.sql("SELECT message_id FROM outbox.commit_log LIMIT 5")),
     ]  # fmt: skip
 

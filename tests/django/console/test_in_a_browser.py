@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
@@ -15,14 +12,12 @@ from uuid import UUID
 import pytest
 from django.utils import timezone
 
-from outbox import event
 from outbox.broker.operations import summary
 from outbox.contrib.console import rendering
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding
-from outbox.events import declaration
 from tests.django.broker_world import World
 from tests.django.console.support import Site
 from tests.django.console.test_settling import decision, lost_end
@@ -38,29 +33,8 @@ PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
     *("?span=7d", "endpoints/", "schedules/"),
-    *("events/", "events/one/?name=order.viewed"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
-
-
-@dataclass(frozen=True)
-class Item:
-    name: str
-    price: Decimal = Decimal("1.50")
-
-
-@dataclass(frozen=True)
-class OrderViewed:
-    number: int
-    items: list[Item]
-    note: str = HOSTILE
-
-
-@pytest.fixture(autouse=True)
-def declared() -> Iterator[None]:
-    with declaration.restored():
-        event("order.viewed", topic="orders")(OrderViewed)
-        yield
 
 
 def busy(world: World) -> list[str]:
@@ -72,8 +46,6 @@ def busy(world: World) -> list[str]:
         "orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}, at_once=True
     ).message_id
     publish("orders", {}, key="order-7", at_once=True)
-    for name, version in (("order.viewed", "2"), (HOSTILE, "1"), ("order.lost", HOSTILE)):
-        publish("orders", {}, headers={"outbox-event": name, "outbox-event-version": version}, at_once=True)
     publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600, at_once=True)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
