@@ -136,7 +136,6 @@ PARTS: Final = (
             "django/test_repair.py",
             "django/test_repair_runs.py",
             "django/test_repair_values.py",
-            "spark/admin_project.py",
             "spark/test_command.py",
             "spark/test_plan.py",
         ),

@@ -1,8 +1,8 @@
-"""The operations page: shows the broker's state and runs operator actions. It also has read-only admin pages.
+"""The operations page: shows the broker's state and runs operator actions.
 
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.console"]
     urlpatterns = [path("outbox/", include("outbox.contrib.console.urls"))]
 
-Conditions, listings and actions of other parts are shown as they are declared. The pages of events and of RocketMQ are
-here, too, and the pages of groups show the limits of their subscriptions.
+Conditions, listings and actions of other parts are shown as they are declared. The pages of RocketMQ are here, too,
+and the pages of groups show the limits of their subscriptions.
 """
