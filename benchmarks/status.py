@@ -73,12 +73,6 @@ SELECT group_id, log_id, 16, 'ValueError: no', now() - interval '2 days'
 FROM outbox.consumer_group, generate_series(1, 500) AS log_id;
 INSERT INTO outbox.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
 SELECT 1, pg_current_snapshot(), 1, 0, '{}', '{}', true;
-INSERT INTO outbox.summary_past (resolution, at, totals, groups)
-SELECT resolution, at, jsonb_build_object('at', extract(epoch FROM at), 'stored', n, 'queued', n, 'all', figures),
-       (SELECT jsonb_object_agg(name, figures) FROM outbox.consumer_group)
-FROM (VALUES (60, 360), (300, 288), (1800, 336)) AS kept (resolution, count), generate_series(1, count) AS n,
-     LATERAL (SELECT now() - make_interval(secs => resolution * (count - n)) AS at,
-                     jsonb_build_array(n * 1000000, n * 1000, n, n % 977, n % 61 + 0.123) AS figures) AS made;
 """
 
 

@@ -273,7 +273,7 @@ WITHOUT_CONTENT: Final = {
     "part",
     *("pending_check.park_reason", "pending_check.producer_group", "periodic_pass", "producer_epoch", "producer_group"),
     *("pruned_table", "publisher", "resync", "slot_demand.waiting_for", "subscription", "subscription_limit"),
-    *("summary", "summary_past", "suspect.tried_on", "suspect_vanished", "topic", "unknown_version.event", "broker"),
+    *("summary", "suspect.tried_on", "suspect_vanished", "topic", "unknown_version.event", "broker"),
     *(f"schedule.{name}" for name in (
         "producer_group", "name", "expression", "timezone", "missed", "topic", "content_type", "body",
     )),

@@ -115,86 +115,13 @@ SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_TOPICS}) AS counted)
 """)
 
-# The resolutions in which older summaries are kept, in seconds, and for how many seconds each one is kept. So the
-# history of seven days has about a thousand rows, whatever the load of the broker is. Each resolution is made from the
-# finer one: counters are those of the newest row, so a rate is exact; lag and age are the largest, because a mean would
-# hide a short outage. A period in which no process has counted has no row, and is a gap.
-KEPT_SECONDS: Final[Mapping[int, float]] = {60: 6 * 3600.0, 300: 24 * 3600.0, 1800: 7 * 24 * 3600.0}
-
-
-def _keep(resolution: int, source: str, *, ready: str = "true") -> str:
-    """Return the statement that stores the row of the last complete period of a resolution, if it is not stored yet.
-
-    The counters, and `at` in `totals`, are those of the newest row of the period. Lag and age are the largest ones,
-    because a mean would hide a short outage. The row is stored only if `ready` is true.
-    """
-    return f"""
-    INSERT INTO {{schema}}.summary_past (resolution, at, totals, groups)
-    SELECT {resolution}, made.at, made.totals, made.groups
-    FROM (SELECT date_bin('{resolution} seconds', clock_timestamp(), timestamptz 'epoch') AS at) AS period
-    CROSS JOIN LATERAL (
-        WITH source AS MATERIALIZED (
-            SELECT source.at, source.totals, source.groups FROM ({source}) AS source
-            WHERE source.at > period.at - interval '{resolution} seconds' AND source.at <= period.at
-        )
-        SELECT period.at,
-               newest.totals || jsonb_build_object('all', jsonb_build_array(
-                   newest.totals -> 'all' -> 0, newest.totals -> 'all' -> 1, newest.totals -> 'all' -> 2,
-                   (SELECT max((totals -> 'all' ->> 3)::double precision) FROM source),
-                   (SELECT max((totals -> 'all' ->> 4)::double precision) FROM source))) AS totals,
-               coalesce((
-                   SELECT jsonb_object_agg(key, jsonb_build_array(value -> 0, value -> 1, value -> 2, lag, age))
-                   FROM jsonb_each(newest.groups)
-                   JOIN (SELECT one.key, max((one.value ->> 3)::double precision) AS lag,
-                                max((one.value ->> 4)::double precision) AS age
-                         FROM source, jsonb_each(source.groups) AS one GROUP BY one.key) AS largest USING (key)
-               ), jsonb_build_object()) AS groups
-        FROM (SELECT totals, groups FROM source ORDER BY at DESC LIMIT 1) AS newest
-    ) AS made
-    WHERE {ready} AND NOT EXISTS (
-        SELECT FROM {{schema}}.summary_past AS known WHERE known.resolution = {resolution} AND known.at >= period.at
-    )
-    ON CONFLICT (resolution, at) DO NOTHING
-    """
-
-
-_KEEP_SUMMARIES: Final = _keep(
-    60,
-    """
-    SELECT at, totals - 'groups' || jsonb_build_object('at', extract(epoch FROM at)) AS totals,
-           totals -> 'groups' AS groups
-    FROM {schema}.summary
-    """,
-)
-
-
-def _keep_coarser(resolution: int, finer: int) -> str:
-    # A statement does not see the rows that it stores. So a row waits for the newest of its finer rows, but not for
-    # longer than two minutes, because no process may have counted at that time.
-    return _keep(
-        resolution,
-        f"SELECT at, totals, groups FROM {{schema}}.summary_past WHERE resolution = {finer}",
-        ready=f"""(
-            clock_timestamp() > period.at + interval '2 minutes' OR EXISTS (
-                SELECT FROM {{schema}}.summary_past AS newest WHERE resolution = {finer} AND newest.at = period.at))""",
-    )
-
-
-# The statement deletes summaries that are older than a quarter of an hour. Rates are computed from the newer summaries.
-_STORE: Final = Statement(f"""
+# The statement deletes old summaries. Rates are computed from the newer ones.
+_STORE: Final = Statement("""
 WITH trimmed AS (
-    DELETE FROM {{schema}}.summary WHERE at < clock_timestamp() - interval '15 minutes'
-      AND summary_id < (SELECT max(summary_id) FROM {{schema}}.summary)
-), forgotten AS (
-    DELETE FROM {{schema}}.summary_past AS old USING unnest(
-        ARRAY[{", ".join(map(str, KEPT_SECONDS))}], ARRAY[{", ".join(map(str, KEPT_SECONDS.values()))}]
-    ) AS kept (resolution, seconds)
-    WHERE old.resolution = kept.resolution AND old.at < clock_timestamp() - make_interval(secs => kept.seconds)
-), kept_60 AS ({_KEEP_SUMMARIES}
-), kept_300 AS ({_keep_coarser(300, 60)}
-), kept_1800 AS ({_keep_coarser(1800, 300)}
+    DELETE FROM {schema}.summary WHERE at < clock_timestamp() - make_interval(secs => %(kept)s)
+      AND summary_id < (SELECT max(summary_id) FROM {schema}.summary)
 )
-INSERT INTO {{schema}}.summary (took_seconds, facts, totals)
+INSERT INTO {schema}.summary (took_seconds, facts, totals)
 VALUES (%(took)s, %(facts)s::text::jsonb, %(totals)s::text::jsonb)
 """)
 
@@ -216,27 +143,15 @@ UNION ALL
 _HISTORY: Final = Statement("""
 SELECT extract(epoch FROM at)::double precision, totals - 'groups',
        CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
-FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(seconds)s) ORDER BY summary_id
-""")
-_PAST: Final = Statement("""
-SELECT (totals ->> 'at')::double precision, totals,
-       CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE groups -> %(group)s::text END
-FROM {schema}.summary_past
-WHERE resolution = %(resolution)s AND at > clock_timestamp() - make_interval(secs => %(seconds)s)
-UNION ALL
-(SELECT extract(epoch FROM at)::double precision, totals - 'groups',
-        CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
- FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(resolution)s)
- ORDER BY summary_id DESC LIMIT 1)
-ORDER BY 1
+FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
 """)
 _CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
 
 
 _Row = TypeVar("_Row")
 
-# All summaries of this time are kept.
-SUMMARIES_SECONDS: Final = 900.0
+# All summaries of this time are kept, and the diagrams show them.
+KEPT_SECONDS: Final = 900.0
 # The leader counts at this interval, or more rarely if a count takes long.
 COUNT_SECONDS: Final = 5.0
 # Readers do not use a summary that is older than this number of seconds, because its writer has probably stopped.
@@ -454,14 +369,9 @@ class SummaryPoint:
 
 @dataclass(frozen=True, slots=True)
 class SummaryHistory:
-    """The points of a span of time up to `now`, the oldest first.
-
-    `resolution_seconds`: the time between two points; None if the points are the summaries themselves. The last point
-    is always the newest summary.
-    """
+    """A point per summary of the last KEPT_SECONDS up to `now`, the oldest first."""
 
     now: float
-    resolution_seconds: int | None
     points: Sequence[SummaryPoint]
 
 
@@ -546,8 +456,8 @@ def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
     facts: dict[str, Any] = {name: _packed(row_type, parts[name]) for name, row_type in _PARTS.items()}
     if leader is not None:
         facts["leader"] = dataclasses.asdict(leader)
-    values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
-    run.execute(_STORE, values)
+    stored = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
+    run.execute(_STORE, stored | {"kept": KEPT_SECONDS})
     return summary
 
 
@@ -607,14 +517,14 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
     ]
 
 
-def history(run: Executor, group: str | None = None, *, seconds: float = 900.0) -> SummaryHistory:
-    """Return the figures of the last `seconds`, of one group or of all groups together."""
-    resolution = next((one for one, kept in KEPT_SECONDS.items() if seconds <= kept), max(KEPT_SECONDS))
-    values = {"group": group, "seconds": seconds, "resolution": resolution}
-    fine = seconds <= SUMMARIES_SECONDS
-    rows = run.rows(_HISTORY if fine else _PAST, values)
-    points = [_point(at, totals, figures, is_group=group is not None) for at, totals, figures in rows if figures]
-    return SummaryHistory(run.one(_CLOCK)[0], None if fine else resolution, points)
+def history(run: Executor, group: str | None = None) -> SummaryHistory:
+    """Return the figures of the kept summaries, of one group or of all groups together."""
+    points = [
+        _point(at, totals, figures, is_group=group is not None)
+        for at, totals, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
+        if figures
+    ]
+    return SummaryHistory(run.one(_CLOCK)[0], points)
 
 
 def _point(at: float, totals: Mapping[str, Any], figures: Sequence[Any], *, is_group: bool) -> SummaryPoint:

@@ -595,17 +595,6 @@ CREATE TABLE summary (
     totals       jsonb            NOT NULL
 );
 
--- Older summaries, for the diagrams: one row per minute, per five minutes and per half an hour. The counters are those
--- at the end of this time; lag and age are the largest of it.
-CREATE TABLE summary_past (
-    resolution integer     NOT NULL,
-    at         timestamptz NOT NULL,
-    totals     jsonb       NOT NULL,
-    -- Apart from `totals`, so that the figures of all groups together are read without those of each group.
-    groups     jsonb       NOT NULL,
-    PRIMARY KEY (resolution, at)
-);
-
 -- Audits of conservation: they count every message, so they run rarely and their result is kept.
 CREATE TABLE audit (
     audit_id     bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

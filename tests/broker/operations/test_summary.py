@@ -180,63 +180,6 @@ def test_the_leader_refreshes_it(bench: ConsumptionBench) -> None:
     assert rows > 1
 
 
-def kept(bench: ConsumptionBench) -> dict[int, list[tuple[float, float, float]]]:
-    """By resolution: minutes before now, counter and largest lag of the rows."""
-    rows = bench.rows(
-        "SELECT resolution, extract(epoch FROM clock_timestamp() - at) / 60, (totals #>> '{all,0}')::double precision,"
-        " (totals #>> '{all,3}')::double precision FROM outbox.summary_past ORDER BY resolution, at"
-    )
-    found: dict[int, list[tuple[float, float, float]]] = {}
-    for resolution, minutes, handled, lag in rows:
-        found.setdefault(resolution, []).append((float(minutes), handled, lag))
-    return found
-
-
-def store(bench: ConsumptionBench, minutes_ago: float, handled: int, lag: int) -> None:
-    """A summary of that time."""
-    figures = [handled, 0, 0, lag, float(lag)]
-    totals = {"stored": handled, "queued": handled, "all": figures, "groups": {"points": figures}}
-    bench.connection.execute(
-        b"INSERT INTO outbox.summary (at, took_seconds, facts, totals)"
-        b" VALUES (clock_timestamp() - make_interval(secs => %s), 0, '{}', %s)",
-        [60 * minutes_ago, Jsonb(totals)],
-    )
-
-
-def test_older_summaries_are_kept_by_minute_and_by_coarser_times(bench: ConsumptionBench) -> None:
-    """The counter is that of the newest summary of a time, the lag the largest."""
-    consumed(bench)
-    for minutes_ago, total, waiting in ((1.9, 10, 0), (1.5, 20, 700), (1.1, 30, 5), (0.9, 33, 6), (0.1, 40, 7)):
-        store(bench, minutes_ago, total, waiting)
-    summary.refresh(bench.run)
-    summary.refresh(bench.run)
-    [(_, handled, lag)] = kept(bench)[60]
-    # The last complete minute began one to two minutes ago, so its newest summary may be each of the last three.
-    assert (handled, lag) in ((30.0, 700.0), (33.0, 700.0), (33.0, 6.0), (40.0, 7.0))
-    # What is older than its time is deleted, and a coarser row is made of the finer ones.
-    bench.connection.execute(b"DELETE FROM outbox.summary_past")
-    bench.connection.execute(
-        b"INSERT INTO outbox.summary_past SELECT 60, at, jsonb_build_object('at', extract(epoch FROM at), 'stored', 1,"
-        b" 'queued', 1, 'all', jsonb_build_array(100 - n, 0, 0, n * 10, n)), jsonb_build_object('points',"
-        b" jsonb_build_array(100 - n, 0, 0, n * 10, n)) FROM generate_series(0, 400) AS n, LATERAL (SELECT"
-        b" date_bin('5 minutes', clock_timestamp(), 'epoch') - make_interval(mins => n) AS at) AS made"
-    )
-    summary.refresh(bench.run)
-    found = kept(bench)
-    assert max(minutes for minutes, _, _ in found[60]) < 361 and 350 < len(found[60]) < 363
-    assert [(handled, lag) for _, handled, lag in found[300]] == [(100.0, 40.0)]
-    history = summary.history(bench.run, "points", seconds=24 * 3600)
-    assert history.resolution_seconds == 300
-    assert (history.points[0].handled, history.points[0].lag) == (100, 40)
-    assert len(summary.history(bench.run, seconds=3600).points) > 50
-    # The newest point is the newest summary, although its minute is not over.
-    assert history.now - summary.history(bench.run, seconds=3600).points[-1].at < 60
-
-
-def test_the_history_keeps_about_a_thousand_rows() -> None:
-    assert sum(kept / resolution for resolution, kept in summary.KEPT_SECONDS.items()) == 984
-
-
 def rows_read(connection: psycopg.Connection[Any]) -> dict[str, int]:
     """The number of rows that this session has read since it began, by table."""
     found = connection.execute(

@@ -75,7 +75,7 @@ def parameters(name: str) -> list[str]:
         return sorted({*(field.name for field in found.fields), "after", *(["state"] if found.states else [])})
     view = next(one.callback for one in urls.PAGES if one.name == name)
     source = inspect.getsource(inspect.unwrap(view))
-    for called, module in (("place(", asking), ("chosen_span(", tabs), ("by_state(", tabs)):
+    for called, module in (("place(", asking), ("by_state(", tabs)):
         source += inspect.getsource(getattr(module, called[:-1])) if called in source else ""
     named = re.findall(r"""(?:\bGET|\bgiven)(?:, |\.get\()"(\w+)"|for name in \(("[^)]+)\)""", source)
     names = {one for plain, _ in named if (one := plain)} | set(
@@ -99,8 +99,8 @@ def test_the_parameters_of_pages_are_found() -> None:
         "search": ["after", "q", "since", "state", "topic", "until", "within"],
         "letters": ["after", "error", "error_type", "group", "key", "settled", "since", "topic", "until"],
         "audit": ["action", "after", "outcome", "who"],
-        "group": ["after", "name", "span", "topic"],
-        "history": ["group", "span"],
+        "group": ["after", "name", "topic"],
+        "history": ["group"],
     }
     assert sum(len(parameters(name)) for name in PAGES) >= 40
 

@@ -32,7 +32,7 @@ HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='wind
 PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
-    *("?span=7d", "endpoints/", "schedules/"),
+    *("endpoints/", "schedules/"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
 
@@ -59,11 +59,6 @@ def busy(world: World) -> list[str]:
     )  # fmt: skip
     past = timezone.now() - timedelta(minutes=9)
     ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE, last_error=HOSTILE)
-    world.sql(
-        "INSERT INTO outbox.summary_past SELECT 1800, at, jsonb_build_object('at', extract(epoch FROM at), 'stored', n,"
-        " 'queued', n, 'all', jsonb_build_array(n, 0, 0, n, n)), '{}' FROM generate_series(1, 20) AS n,"
-        " LATERAL (SELECT now() - make_interval(mins => 30 * (21 - n)) AS at) AS made"
-    )
     for _ in range(3):
         summary.refresh(world.run)
     undecided = world_half(world)

@@ -23,7 +23,6 @@ from outbox.contrib.console.asking import reading, required, text
 from outbox.contrib.console.cards import ConditionCard, Tile, aged, cards, tone_of
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
-from outbox.contrib.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.actions.cells import badge, group_link, link, retried_topic, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
@@ -198,8 +197,6 @@ def group(request: HttpRequest) -> HttpResponse:
         "topic": topic,
         "limits": limits,
         "present_limits": present_limits(limits) if limits else {},
-        "span": chosen_span(request),
-        "spans": span_tabs(request, chosen_span(request)),
     }
     return render(request, "group", context)
 

@@ -15,13 +15,12 @@ from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
-from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
+from outbox.broker.operations.summary import KEPT_SECONDS, Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.signs import Signs, read_signs
-from outbox.contrib.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.operations.watching import BrokerView, look
 
@@ -31,8 +30,6 @@ _BEGINNING: Final = "A process has just begun to lead, so the figures are being 
 _LATE: Final = 1.5
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
-# Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
-_GAP_KEPT: Final = 1.5
 # Without a tick for longer than this, a broker that is led and in time is idle.
 _IDLE_SECONDS: Final = 60.0
 
@@ -74,8 +71,6 @@ def overview(request: HttpRequest) -> HttpResponse:
         "broker": found.overview,
         "counted_at": _moment(found.summary.at) if found.summary else None,
         "counts_every": found.summary.every_seconds if found.summary else None,
-        "span": chosen_span(request),
-        "spans": span_tabs(request, chosen_span(request)),
         "is_rejecting": any(one.name == "rejecting" for one in found.verdict.conditions),
     }
     return render(request, "overview", context)
@@ -140,19 +135,17 @@ def _of_server(found: BrokerView) -> dict[str, object]:
 
 @seeing
 def history(request: HttpRequest) -> HttpResponse:
-    """The data of the diagrams as JSON, for the chosen span of time.
+    """The data of the diagrams as JSON.
 
     The data contain the messages per second and the age of the oldest waiting message. `since` and `until` are the ends
-    of the span, so that a diagram also shows that nothing was measured at its ends.
+    of the time, so that a diagram also shows that nothing was measured at its ends.
     """
-    span = chosen_span(request)
     with reading() as run:
-        found = summary.history(run, text(request.GET, "group"), seconds=span.seconds)
+        found = summary.history(run, text(request.GET, "group"))
     pairs = list(_with_gaps(found))
     return JsonResponse(
         {
-            "span": span.label,
-            "since": found.now - span.seconds,
+            "since": found.now - KEPT_SECONDS,
             "until": found.now,
             "at": [after.at for _, after in pairs],
             "published": [_rate(before, after, "stored") for before, after in pairs],
@@ -172,10 +165,9 @@ def _with_gaps(found: SummaryHistory) -> Iterator[tuple[SummaryPoint | None, Sum
     Without the None, the diagram would draw a line over the gap, as if the figures in between were known.
     """
     pairs = list(pairwise(found.points))
-    usual = found.resolution_seconds or (median(after.at - before.at for before, after in pairs) if pairs else 0.0)
-    longest = usual * (_GAP_KEPT if found.resolution_seconds else _GAP)
+    usual = median(after.at - before.at for before, after in pairs) if pairs else 0.0
     for before, after in pairs:
-        if after.at - before.at > longest:
+        if after.at - before.at > usual * _GAP:
             yield None, replace(after, at=before.at + usual)
         yield before, after
 

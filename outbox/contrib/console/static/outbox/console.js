@@ -202,10 +202,8 @@
 
   const timeZone = knownZone(document.getElementById("main").dataset.zone);
 
-  function clock(seconds, second, day) {
+  function clock(seconds, second) {
     return new Date(seconds * 1000).toLocaleString([], {
-      day: day ? "2-digit" : undefined,
-      month: day ? "2-digit" : undefined,
       hour: "2-digit",
       minute: "2-digit",
       second,
@@ -213,13 +211,6 @@
       timeZone,
     });
   }
-
-  function day(seconds) {
-    return new Date(seconds * 1000).toLocaleDateString([], { day: "2-digit", month: "short", timeZone });
-  }
-
-  // Whether the time alone does not say the day.
-  const isLong = (element) => element.ends[1] - element.ends[0] > 43200;
 
   // A number with at most three significant digits, or a time span.
   function amount(value, unit) {
@@ -253,15 +244,14 @@
         {
           ...axis(),
           space: 58,
-          values: (_, moments, __, ___, step) =>
-            moments.map((at) => (step < 86400 ? clock(at, step < 60 ? "2-digit" : undefined) : day(at))),
+          values: (_, moments, __, ___, step) => moments.map((at) => clock(at, step < 60 ? "2-digit" : undefined)),
         },
         { ...axis(), size: 70, values: (_, values) => values.map((value) => amount(value, unit)) },
       ],
       hooks: { setCursor: [showNewest], setData: [showNewest], ready: [showNewest] },
       scales: { x: { range: () => element.ends }, y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1)] } },
       series: [
-        { label: "At", value: (_, moment) => (moment === null ? "" : clock(moment, "2-digit", isLong(element))) },
+        { label: "At", value: (_, moment) => (moment === null ? "" : clock(moment, "2-digit")) },
         ...names.map((label, index) => ({
           label,
           stroke: () => colour(`--series-${keys[index].replace("_", "-")}`),
@@ -286,7 +276,7 @@
     }
     element.setAttribute("role", "img");
     const newest = keys.map((key, index) => `${names[index]} ${amount(history[key].at(-1), element.dataset.unit)}`).join(", ");
-    element.setAttribute("aria-label", `Over ${history.span}; now: ${newest}`);
+    element.setAttribute("aria-label", `Over 15 minutes; now: ${newest}`);
     if (element.plot) {
       element.plot.setData(data);
     } else {
