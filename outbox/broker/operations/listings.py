@@ -1,4 +1,4 @@
-"""Lists page by page: open transactions, scheduled messages, consumer processes, errors of dead letters and retries."""
+"""Lists page by page: open transactions, scheduled messages, consumer processes, errors of dead letters."""
 
 from __future__ import annotations
 
@@ -42,26 +42,6 @@ CROSS JOIN LATERAL (
 ) AS newest
 WHERE %(group)s::text IS NULL OR consumer_group.name = %(group)s
 GROUP BY 1, 2, newest.is_cut ORDER BY letters DESC, 1, 2
-LIMIT %(most)s
-""")
-
-# The statement reads only the messages that are due first, because a broker may have millions of delayed messages.
-_RETRY_ERRORS: Final = Statement("""
-WITH due AS MATERIALIZED (
-    SELECT log_id, queue_id, count(*) OVER () > %(limit)s AS is_cut
-    FROM (SELECT log_id, queue_id FROM {schema}.scheduled ORDER BY due_at LIMIT %(limit)s + 1) AS first
-)
-SELECT consumer_group.name AS group, split_part(newest.error, ':', 1) AS error_type, count(*) AS letters,
-       min(newest.since) AS first_at, max(newest.failed_at) AS last_at,
-       (array_agg(newest.error ORDER BY newest.failed_at DESC))[1] AS example, due.is_cut
-FROM due JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
-JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
-CROSS JOIN LATERAL (
-    SELECT (array_agg(error ORDER BY attempt DESC))[1] AS error, max(failed_at) AS failed_at, min(failed_at) AS since
-    FROM {schema}.failure WHERE failure.group_id = consumer_group.group_id AND failure.log_id = due.log_id
-) AS newest
-WHERE newest.error IS NOT NULL AND (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
-GROUP BY 1, 2, due.is_cut ORDER BY letters DESC, 1, 2
 LIMIT %(most)s
 """)
 
@@ -135,7 +115,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """The unsettled dead letters, or the retries, of one group with the same type of last error.
+    """The unsettled dead letters of one group with the same type of last error.
 
     `example` is the newest error. `is_cut`: there are more than COUNTED of them, and only COUNTED were read.
     """
@@ -261,14 +241,6 @@ def list_waiting(
     values = {"group": group, "topic": topic, "delayed": delayed, "retrying": retrying}
     place = {"after_at": after_at, "after_id": after_id, "limit": limit}
     return run.objects(WaitingMessage, _WAITING, values | place)
-
-
-def list_retry_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
-    """Return the messages that wait for another attempt, by group and type of their last error; `letters` counts them.
-
-    The function reads only the COUNTED scheduled messages that are due first. If there are more, `is_cut` is True.
-    """
-    return run.objects(ErrorGroup, _RETRY_ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
 
 def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:

@@ -213,23 +213,16 @@ def test_a_group_begins_with_its_health_and_folds_equal_errors(world: World, ope
     world.publish(6)
     for number in range(3):
         bury(world, "mail", f"k{number}", "TimeoutError: no answer")
-    for number in (3, 4):
-        retried(world, "mail", f"k{number}", "KeyError: 'email'")
     bury(world, "stock", "k0", "ValueError: of another group")
     summary.refresh(world.run)
     html = page(operator, "groups/one/?name=mail")
     live = text_of(html.partition('<div id="live"')[2])
     assert 'data-address="/outbox/groups/one/?name=mail"' in html, "it refreshes"
     assert "of another group" not in live
-    order = [
-        live.index(part) for part in ("Lag", "dead_letters", "Dead letters by error", "Retries by error", "Queues")
-    ]
+    order = [live.index(part) for part in ("Lag", "dead_letters", "Dead letters by error", "Queues")]
     assert order == sorted(order)
     assert re.search(r"3 TimeoutError TimeoutError: no answer .* Show Replay all … Discard all …", live)
-    assert re.search(r"2 KeyError KeyError: &#x27;email&#x27; .* Show", live)
     assert {"group": "mail", "error_type": "TimeoutError"} in forms(html, "replay")
-    waiting = page(operator, "waiting/?retrying=yes&group=mail")
-    assert text_of(waiting).count("KeyError: &#x27;email&#x27;") == 3, "folded, and in the row of each message"
 
 
 def test_lists_of_messages_have_tabs_with_counts_and_show_the_state_of_each_row(world: World, operator: Client) -> None:

@@ -14,7 +14,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, Counted, duration
-from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes, list_retry_errors
+from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
@@ -168,7 +168,6 @@ def group(request: HttpRequest) -> HttpResponse:
         limits = next((one for one in list_limits(run, name) if one.topic == topic), None)
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
-        retrying = list_retry_errors(run, name) if rest is None or rest.retrying else []
     figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
     found_cards = cards(found.verdict.conditions, group=name)
     context = {
@@ -187,7 +186,6 @@ def group(request: HttpRequest) -> HttpResponse:
         "signs": signs,
         "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
-        "retry_errors": retrying[:_ERRORS],
         "topics": sliced(request, places),
         "at": counted.at,
         "counted": counted,

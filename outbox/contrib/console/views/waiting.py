@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import PagePosition
-from outbox.broker.operations.listings import WaitingMessage, list_retry_errors, list_waiting
+from outbox.broker.operations.listings import WaitingMessage, list_waiting
 from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import Field, FieldKind
 from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
 
-_ERRORS: Final = 10
 # The titles of the page by the filters (delayed, retrying).
 _TITLES: Final = {
     (False, False): "Messages that wait for their time",
@@ -25,12 +23,6 @@ _TITLES: Final = {
 def _read(run: Executor, asked: Asked) -> list[WaitingMessage]:
     retrying = asked["retrying"] and not asked["delayed"]
     return list_waiting(run, **asked.only("group", "topic", "delayed", "after"), retrying=retrying, limit=asked.limit)
-
-
-def _notes(run: Executor, asked: Asked, rows: Sequence[WaitingMessage]) -> Mapping[str, object]:
-    if not rows or not asked["retrying"] or asked["delayed"] or asked["after"]:
-        return {}
-    return {"errors": list_retry_errors(run, asked["group"])[:_ERRORS], "group": asked["group"]}
 
 
 def _waits_for(one: WaitingMessage) -> object:
@@ -71,6 +63,4 @@ WAITING: Final = Listing(
     caption="Waiting messages, the next due first",
     empty="No messages are waiting.",
     choice=Choice("ids", lambda one: one.message_id, (Button("recall", "Recall the selected ones …", "bad"),)),
-    notes=_notes,
-    template="waiting",
 )
