@@ -170,18 +170,6 @@ def space(world: World) -> None:
 
 
 @fault
-def xid_age(world: World) -> None:
-    """VACUUM does not freeze old transaction ids."""
-    world.limits(XID_AGE=(1, None))
-
-
-@fault
-def sequence_age(world: World) -> None:
-    """An identity column approaches the largest value of its type."""
-    world.sql("SELECT setval(pg_get_serial_sequence('outbox.queue', 'queue_id'), 2000000000)")
-
-
-@fault
 def replica_lag(world: World) -> None:
     """A replica is gone, and its replication slot keeps WAL."""
     world.limits(REPLICA_LAG_BYTES=(0, None))

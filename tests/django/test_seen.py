@@ -52,7 +52,7 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
 CRITICAL = {"unreachable", "schema_version", "no_sequencer", "process_failing", "check_back_late", "receiver_late"}
 CRITICAL |= {"schedule_late", "contradicted", "wrong_ledger", "no_worker", "blocked_queue", "stopped_queue"}
 CRITICAL |= {"connections_refused", "part_missing"}
-CRITICAL |= {"crash_loop", "quarantined", "retry_storm", "retention_behind", "expired", "lock_held", "sequence_age"}
+CRITICAL |= {"crash_loop", "quarantined", "retry_storm", "retention_behind", "expired", "lock_held"}
 CRITICAL |= {
     "reconciliation_findings",
     "path_flipped",

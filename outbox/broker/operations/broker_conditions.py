@@ -930,7 +930,7 @@ def pruning_behind(state: BrokerState) -> Iterator[Judged]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The broker's PostgreSQL: old transactions, locks, disk space, used-up ids and sequences, and replicas.
+# The broker's PostgreSQL: old transactions, locks, disk space, and replicas.
 
 # Sessions and prepared transactions that hold back vacuum in this database. Without pg_read_all_stats, PostgreSQL shows
 # only the id of another role's session.
@@ -1046,52 +1046,6 @@ def space(state: BrokerState) -> Iterator[Judged]:
     total = sum(sizes.values())
     largest = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in list(sizes.items())[:3])
     yield state.judge(SPACE_BYTES, total), {"bytes": total, "largest": largest}
-
-
-_AGES: Final = Statement("""
-SELECT age(datfrozenxid)::double precision, mxid_age(datminmxid)::double precision
-FROM pg_database WHERE datname = current_database()
-""")
-XID_AGE: Final = Threshold(
-    "xid_age",
-    1e9,
-    1.8e9,
-    "transactions",
-    "age of the oldest row, counted in transactions; at an age of 2^31, the transaction ids wrap around",
-)
-
-
-@CONDITIONS.declare(
-    meaning="The database approaches the wrap-around of transaction ids. PostgreSQL will refuse writes.",
-    next_step="End old transactions (`transaction_open`), drop unused replication slots, then run VACUUM FREEZE.",
-    concern=Concern.PUBLISHING,
-    thresholds=(XID_AGE,),
-    subject=("counter",),
-)
-def xid_age(state: BrokerState) -> Iterator[Judged]:
-    for counter, age in zip(("transaction ids", "multixact ids"), state.run.one(_AGES), strict=True):
-        yield state.judge(XID_AGE, age), {"counter": counter, "age": age}
-
-
-_SEQUENCES: Final = Statement("""
-SELECT sequencename::text AS sequence, last_value / max_value::double precision AS used_share
-FROM pg_sequences
-WHERE schemaname = (SELECT nspname FROM pg_namespace WHERE oid = '{schema}'::regnamespace)
-  AND last_value IS NOT NULL
-ORDER BY 2 DESC
-""")
-# No project changes this threshold: the last number is fixed by the type of the column.
-_USED_SHARE: Final = Threshold("used_share", 0.5, 0.9, "share", "used part of an identity column's numbers")
-
-
-@CONDITIONS.declare(
-    meaning="An identity column approaches the largest value of its type.",
-    next_step="Plan a new schema for the broker. `outbox_doctor` names the column.",
-    concern=Concern.PUBLISHING,
-    subject=("sequence",),
-)
-def sequence_age(state: BrokerState) -> Iterable[Judged]:
-    return [(_USED_SHARE.judge(fact["used_share"], {}), fact) for fact in state.facts(_SEQUENCES)]
 
 
 # On a replica, the end of the received WAL counts as the end of the WAL.
