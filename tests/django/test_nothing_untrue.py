@@ -315,8 +315,8 @@ def test_what_cannot_be_read_is_unknown_in_every_output_and_read_again_later(wor
     assert shown[one.name]["is_unknown"] is True
     if has("console"):
         cards = import_module("outbox.contrib.console.cards").cards
-        carded = {card.condition.name: card for card in cards(found.verdict.conditions)}
-        assert (carded[one.name].condition.meaning, carded[one.name].next_step) == (one.meaning, one.next_step)
+        carded = {card.condition.name: card.condition for card in cards(found.verdict.conditions)}
+        assert (carded[one.name].meaning, carded[one.name].next_step) == (one.meaning, one.next_step)
     if has("prometheus"):
         collector = import_module("outbox.contrib.prometheus.collector")
         _, rows = collector._conditions(collector.ScrapeState(found.verdict, judged=list(catalogue())))

@@ -13,7 +13,7 @@ from django.utils import timezone
 from outbox.broker.groups import members
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, Severity, worst_first
+from outbox.broker.operations.conditions import Severity
 from outbox.contrib.console import cards
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.cells import readable
@@ -62,54 +62,6 @@ def test_each_remedy_is_an_action_with_its_fields() -> None:
             assert ACTIONS[action].permission is not None and tone in ("good", "bad", "plain")
             assert set(fields) <= set(declared)
             assert {name for name, field in declared.items() if field.required} <= set(fields)
-
-
-def test_a_card_leads_to_the_page_before_the_shell() -> None:
-    """Where the page has an action or a list, the next step of the card names no command."""
-    on_the_page = {one.command for one in ACTIONS.values() if one.permission is not None}
-    on_the_page |= {"outbox_message show", "outbox_dead_letter list", "outbox_finding list", "outbox_group offsets"}
-    on_the_page.add("outbox_transaction list")
-    by_command = {
-        name for name, kind in catalogue().items() if any(f"`{one}" in kind.next_step for one in on_the_page)
-    }  # fmt: skip
-    assert by_command - {"not_conserved"} <= cards._STEPS.keys()
-    for name in catalogue():
-        [card] = cards.cards([catalogue()[name].condition(Severity.WARNING)])
-        if name in cards._STEPS:
-            assert "outbox_" not in card.next_step and "outbox_" in (card.in_a_shell or "outbox_")
-        else:
-            assert (card.next_step, card.in_a_shell) == (catalogue()[name].next_step, "")
-
-
-def test_a_consequence_stands_below_its_cause() -> None:
-    """Only if every group of the consequence has the cause."""
-
-    def shown(*found: Condition) -> list[tuple[str, list[str]]]:
-        return [(one.condition.name, list(one.causes)) for one in cards.cards(worst_first(found).conditions)]
-
-    def named(name: str, severity: Severity, *groups: str) -> Condition:
-        return catalogue()[name].condition(
-            severity, [{"group": group, "topic": "orders"} for group in groups], len(groups)
-        )
-
-    lag, limit = named("lag", Severity.CRITICAL, "mail"), named("limit_binding", Severity.WARNING, "mail")
-    paused = named("group_paused", Severity.WARNING, "stock")
-    rejecting = named("rejecting", Severity.WARNING)
-    assert shown(lag, limit, paused, rejecting) == [
-        ("limit_binding", []), ("lag", ["limit_binding"]), ("group_paused", []), ("rejecting", []),
-    ]  # fmt: skip
-    assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), limit) == [("lag", []), ("limit_binding", [])]
-    assert sorted(
-        name for name, _ in shown(*(one.condition(Severity.WARNING) for one in catalogue().values()))
-    ) == sorted(catalogue())
-    disabled, outage = (named(name, Severity.WARNING, "mail") for name in ("endpoint_disabled", "outage"))
-    assert shown(outage, disabled, named("lag", Severity.WARNING, "mail")) == [
-        ("endpoint_disabled", []), ("lag", ["endpoint_disabled", "outage"]), ("outage", ["endpoint_disabled"]),
-    ]  # fmt: skip
-    leaderless = named("no_sequencer", Severity.WARNING)
-    assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), leaderless) == [
-        ("no_sequencer", []), ("lag", ["no_sequencer"]),
-    ]  # fmt: skip
 
 
 def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:
