@@ -258,9 +258,6 @@ def test_the_command_refuses_what_breaks_a_reader(tmp_path: Path, capsys: pytest
     for words in (("check",), ("write",)):
         with pytest.raises(CommandError, match=re.escape("field currency: new code cannot read what old code has")):
             call_command("outbox_contract", *words, folder=folder)
-    with pytest.raises(CommandError, match="differs") as differs:
-        call_command("outbox_contract", "diff", folder=folder)
-    assert differs.value.returncode == 1
     call_command("outbox_contract", "write", "--force", folder=folder)
     call_command("outbox_contract", "check", folder=folder)
     assert (folder / "paid.json").exists() and "1 versions of events fit" in capsys.readouterr().out

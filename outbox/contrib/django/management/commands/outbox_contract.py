@@ -1,9 +1,7 @@
-"""`manage.py outbox_contract check|show|diff|write|asyncapi`."""
+"""`manage.py outbox_contract check|show|write|asyncapi`."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +31,6 @@ class Command(OutboxCommand):
         found = chosen.add_parser("show", help="print the declared events and their versions as JSON")
         found.add_argument("events", nargs="*", metavar="EVENT", help="only these events")
         found.add_argument("--schema", action="store_true", help="print JSON Schemas for other teams")
-        found = chosen.add_parser("diff", help="print how the committed files would change; exit code 1 if they would")
-        self._add_folder(found)
         found = chosen.add_parser("write", help="write the declared types into the folder, to be committed")
         self._add_folder(found)
         found.add_argument(
@@ -71,24 +67,6 @@ class Command(OutboxCommand):
         if options["schema"]:
             found = [json_schema(one) for one in declared if not names or one.name in names]
         self.print_json(found)
-
-    def _diff(self, options: dict[str, Any], declared: list[Any]) -> None:
-        committed = read_contracts(options["folder"])
-        merged = written(committed, declared_contracts())
-        lines: list[str] = []
-        for name, contract in sorted(merged.items()):
-            old = committed[name].as_json() if name in committed else None
-            lines += difflib.unified_diff(
-                [] if old is None else json.dumps(old, indent=2, ensure_ascii=False).splitlines(),
-                json.dumps(contract.as_json(), indent=2, ensure_ascii=False).splitlines(),
-                f"committed/{name}.json",
-                f"declared/{name}.json",
-                lineterm="",
-            )
-        for line in lines:
-            self.say(line)
-        if lines:
-            raise CommandError(f"{options['folder']} differs from the declared events.", returncode=1)
 
     def _write(self, options: dict[str, Any], declared: list[Any]) -> None:
         committed, today = read_contracts(options["folder"]), declared_contracts()
