@@ -22,14 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, Final
 
 from outbox.broker.consumer import running_calls
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
-from outbox.utils import heartbeat
 from outbox.utils.backoff import Backoff
 from outbox.utils.safe_text import printable
 
@@ -44,10 +42,6 @@ DRAIN_SECONDS: Final = 20.0
 
 # The exit code of a consumer process whose handlers hang.
 HUNG_EXIT_CODE: Final = 3
-# The exit codes of a consumer process that ends because an operator asked for it (docs/decisions/232). The codes are
-# unusual, so that a handler that ends its process with a code of its own is not taken for such a process.
-DRAINED_EXIT_CODE: Final = 113
-STOP_EXIT_CODE: Final = 114
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,6 @@ class Supervisor:
         self._drain_until: float | None = None
         self._backoff = backoff
         self._stopping = threading.Event()
-        self._on_stop_request: Callable[[], None] = self.drain
         self._lock = threading.Lock()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._threads = [
@@ -115,13 +108,8 @@ class Supervisor:
             for spec in children
         ]
 
-    def start(self, *, on_stop_request: Callable[[], None] | None = None) -> None:
-        """Start all children, and return at once.
-
-        `on_stop_request` is called if an operator asks a child to stop the whole worker. It should end the process of
-        this supervisor as SIGTERM does. Without it, the supervisor drains its children.
-        """
-        self._on_stop_request = on_stop_request or self.drain
+    def start(self) -> None:
+        """Start all children, and return at once."""
         names = ", ".join(spec.name for spec in self._children)
         always(logger, f"outbox starts {names}; it consumes {', '.join(self._consumes) or 'nothing'}")
         for thread in self._threads:
@@ -169,27 +157,14 @@ class Supervisor:
             started = time.monotonic()
             with _calls_file(spec) as calls:
                 code = self._run(spec, calls)
-                if spec.on_death is not None and code not in (0, DRAINED_EXIT_CODE, STOP_EXIT_CODE):
+                if spec.on_death is not None and code != 0:
                     self._tell(spec.name, spec.on_death, code, calls)
                 if self._stopping.is_set():
                     return
-            if code in (DRAINED_EXIT_CODE, STOP_EXIT_CODE):
-                self._end_on_request(spec, code)
-                return
             failures = self._backoff.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
             delay = self._backoff.pause_seconds(failures)
             logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
             self._stopping.wait(delay)
-
-    def _end_on_request(self, spec: ChildSpec, code: int) -> None:
-        if code == STOP_EXIT_CODE:
-            logger.warning("an operator asked to stop the worker of child %s: the worker drains and ends", spec.name)
-            self._on_stop_request()
-            return
-        logger.warning("child %s was drained by an operator; it starts again when this worker starts again", spec.name)
-        if file := spec.environment.get(heartbeat.VARIABLE):
-            # Else the liveness probe would find that the process hangs.
-            Path(file).unlink(missing_ok=True)
 
     def _run(self, spec: ChildSpec, calls: IO[bytes] | None) -> int:
         """Start a child and wait for its end."""
@@ -325,11 +300,11 @@ def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> N
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def end_within(seconds: float, code: int | Callable[[], int]) -> None:
+def end_within(seconds: float, code: int) -> None:
     """Exit after `seconds` at the latest, because the ordinary end of the process may wait for hanging threads."""
 
     def watch() -> None:
         threading.Event().wait(seconds)
-        os._exit(code() if callable(code) else code)
+        os._exit(code)
 
     threading.Thread(target=watch, name="end", daemon=True).start()

@@ -87,8 +87,6 @@ READING: Final = (
     "outbox_message list --key k",
     f"outbox_message show {SOME}",
     "outbox_process list",
-    f"outbox_process drain {SOME} --no-input",
-    f"outbox_process stop {SOME} --no-input",
     *(
         f"outbox_schedule {word}"
         for word in ("list", "pause nightly", "resume nightly", "run nightly")

@@ -42,7 +42,7 @@ from outbox.contrib.rocketmq.models import RelayEntry
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
-from tests.django.operators import ALL, bury, client_of, make_user, working
+from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
@@ -253,24 +253,6 @@ def _limits(world: World) -> Given:
     return {"group": "mail", "topic": "orders", "running": "5"}
 
 
-ASKED = rows("SELECT asked FROM outbox.consumer_process")
-
-
-def alive(world: World) -> Given:
-    world.subscribe("mail")
-    return {"process": str(working(world, "mail", UUID(int=1)))}
-
-
-@case("drain_process", ASKED)
-def _drain_process(world: World) -> Given:
-    return alive(world)
-
-
-@case("stop_worker", ASKED)
-def _stop_worker(world: World) -> Given:
-    return alive(world)
-
-
 @case("rename_group", GROUPS)
 def _rename(world: World) -> Given:
     world.subscribe("mail")
@@ -452,7 +434,6 @@ def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:
         "finding",
         "group",
         "message",
-        "process",
         "relay",
         "topic",
         "transaction",

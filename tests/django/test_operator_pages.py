@@ -55,8 +55,6 @@ def subject(world: World, given: Command) -> str:
         return str(made["id"])
     if name == "outbox_message" and word == "recall":
         return delayed(world)
-    if name == "outbox_process":
-        return str(CASES["drain_process"][0](world)["process"])
     if (name, word) == ("outbox_group", "skip"):
         return str(CASES["skip"][0](world)["id"])
     if word == "settle":

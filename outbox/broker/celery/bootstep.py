@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
@@ -82,8 +80,7 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
         log = told_to_children(level=worker.loglevel, file=file)
         self.supervisor = worker.app.conf[_CONF_KEY](self.roles, environment=log)
         signals.worker_shutting_down.connect(self._hurry, weak=False)
-        # SIGTERM is the warm shutdown of Celery: the worker finishes its tasks, and calls `close` and `stop`.
-        self.supervisor.start(on_stop_request=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        self.supervisor.start()
 
     def close(self, worker: Any) -> None:
         """Let the child processes drain while the worker finishes its tasks."""

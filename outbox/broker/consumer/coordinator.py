@@ -37,7 +37,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import leases, lives, members, offsets, quarantine, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
-from outbox.broker.groups.members import CallsReport, GroupSnapshot, GroupState, ProcessRequest, QueueState
+from outbox.broker.groups.members import CallsReport, GroupSnapshot, GroupState, QueueState
 from outbox.broker.groups.offsets import Position
 from outbox.broker.log.consume_queue import floors, starting_offsets
 from outbox.broker.log.failing import FailureNote, ProcessPart
@@ -171,9 +171,8 @@ class Coordinator:
     """Sends heartbeats, renews leases, and acquires this process's share of the queues.
 
     The parameter `ownership` connects the coordinator to the dispatching thread. `report` returns the running handler
-    calls, which the heartbeat stores for operators. The coordinator calls `on_request` once for each different request
-    of an operator, and the next heartbeat says whether the process drains. The coordinator's own thread runs all
-    methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
+    calls, which the heartbeat stores for operators, and it says whether the process drains. The coordinator's own
+    thread runs all methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
     """
 
     def __init__(
@@ -186,13 +185,10 @@ class Coordinator:
         lease_seconds: float,
         strategy: rebalance.Strategy | Collection[int],
         report: Callable[[], CallsReport] = CallsReport,
-        on_request: Callable[[ProcessRequest], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._instance = instance
         self._report = report
-        self._on_request = on_request
-        self._asked: ProcessRequest | None = None
         self._groups = {group.group_id: group for group in groups}
         self._shared_groups = [group.group_id for group in groups if not group.broadcast]
         self._ownership = ownership
@@ -353,7 +349,7 @@ class Coordinator:
             for group_id, group in self._groups.items()
         }
         with self._without_timeouts(run):
-            asked = members.heartbeat(
+            members.heartbeat(
                 run,
                 self._instance,
                 topics,
@@ -361,9 +357,6 @@ class Coordinator:
                 report=self._report(),
                 draining=self._ownership.is_draining,
             )
-        if asked is not None and asked is not self._asked:
-            self._asked = asked
-            self._on_request(asked)
         if self._leases:
             with self._without_timeouts(run):
                 kept = leases.renew(run, self._instance, list(self._leases.values()), term_seconds=self._term)

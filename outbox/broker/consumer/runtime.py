@@ -26,7 +26,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Final, Protocol
 
 import psycopg
@@ -36,7 +35,6 @@ from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.consumer.running_calls import RunningCalls
-from outbox.broker.consumer.stop_event import stop_on_request
 from outbox.broker.consumer.work import HandlerCall
 from outbox.broker.consumer.worker_pool import STUCK_LIMIT, Caller
 from outbox.broker.database import timeouts
@@ -45,7 +43,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.database.sender import AfterTick
 from outbox.broker.groups import lives, neighbours, registration
-from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.schema import install
@@ -171,7 +168,7 @@ class ConsumerSession:
     The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
 
     `noted_in` is the file in which an earlier session of this process noted its calls. The parent process gives
-    each consumer process only one file for notes. `on_request` is called when an operator asks this process to end.
+    each consumer process only one file for notes.
     """
 
     def __init__(
@@ -191,7 +188,6 @@ class ConsumerSession:
         threads: int | None = None,
         claim: ClaimingInvoker | None = None,
         claims_seconds: float = math.inf,
-        on_request: Callable[[ProcessRequest], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._note = note
@@ -226,7 +222,6 @@ class ConsumerSession:
             lease_seconds=lease_seconds,
             strategy=strategy,
             report=lambda: self.dispatcher.report(),
-            on_request=on_request,
         )
         self.running_calls = noted_in or _running_calls(instance, groups)
         if noted_in is not None:
@@ -519,7 +514,7 @@ class ConsumerRuntime:
         noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
-                session = self._session(self._session_task, noted_in, on_request=partial(stop_on_request, stop))
+                session = self._session(self._session_task, noted_in)
             except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
                 # A restore first empties the tables. So if this process has already registered once, it waits for the
                 # end of the restore.
@@ -584,11 +579,7 @@ class ConsumerRuntime:
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
     def _session(
-        self,
-        session_task: SessionTask | None = None,
-        noted_in: RunningCalls | None = None,
-        *,
-        on_request: Callable[[ProcessRequest], None] = lambda _: None,
+        self, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
     ) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
@@ -606,7 +597,6 @@ class ConsumerRuntime:
                 threads=self._threads,
                 claim=self._claim,
                 claims_seconds=self._claims_seconds,
-                on_request=on_request,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

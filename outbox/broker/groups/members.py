@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import cache
 from importlib import metadata
 from typing import Final
@@ -103,17 +102,7 @@ INSERT INTO {schema}.consumer_process AS known (instance_id, version, seen_at, c
 VALUES (%(instance)s, %(version)s, clock_timestamp(), %(calls)s, %(longest)s::text::jsonb, %(draining)s)
 ON CONFLICT (instance_id) DO UPDATE
 SET seen_at = excluded.seen_at, calls = excluded.calls, longest = excluded.longest, draining = excluded.draining
-RETURNING known.asked
 """)
-
-
-class ProcessRequest(StrEnum):
-    """What an operator asks a consumer process to do. Both end its running calls before the process ends."""
-
-    DRAIN = "drain"
-    """End this process. Its supervisor does not start it again."""
-    STOP = "stop"
-    """End the worker with all of its processes, as SIGTERM does."""
 
 
 def heartbeat(
@@ -124,11 +113,11 @@ def heartbeat(
     term_seconds: float,
     report: CallsReport = CallsReport(),
     draining: bool = False,
-) -> ProcessRequest | None:
+) -> None:
     """Let the memberships of this instance expire `term_seconds` from now, and store its running calls for operators.
 
     `topics` maps each group id to the topics to which this instance subscribes. `draining`: the process takes no more
-    messages. Return what an operator has asked the process to do.
+    messages.
     """
     parameters = {
         "instance": instance,
@@ -143,8 +132,7 @@ def heartbeat(
         "longest": json.dumps([asdict(call) for call in report.longest]),
         "draining": draining,
     }
-    asked = run.one(_HEARTBEAT, parameters)[0]
-    return ProcessRequest(asked) if asked is not None else None
+    run.execute(_HEARTBEAT, parameters)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Changes by an operator: pause, reset, rename groups; skip or redeliver a message; end a process; refuse."""
+"""Changes by an operator: pause, reset, rename groups; skip or redeliver a message; refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import offsets
-from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.registration import ensure_retry_queue, group_id_of, unknown_group
 from outbox.broker.groups.send_back import forget_sent_away
@@ -59,23 +58,6 @@ def reject_transactional(run: Executor, rejecting: bool) -> bool:
     if changed:
         logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
     return changed
-
-
-# Only a process that is alive is asked, and a request to stop is not replaced by a request to drain.
-_ASK: Final = Statement("""
-UPDATE {schema}.consumer_process SET asked = %(request)s, asked_at = clock_timestamp()
-WHERE instance_id = %(instance)s AND asked IS DISTINCT FROM 'stop'
-  AND EXISTS (SELECT FROM {schema}.consumer
-              WHERE consumer.instance_id = %(instance)s AND expires_at > clock_timestamp())
-""")
-
-
-def ask_process(run: Executor, instance_id: UUID, request: ProcessRequest) -> bool:
-    """Ask a consumer process to end. Return False if no such process is alive, or it was asked to stop before.
-
-    The process reads the request with its next heartbeat, and its next heartbeat but one says that it drains.
-    """
-    return run.count(_ASK, {"instance": instance_id, "request": request}) > 0
 
 
 def pause(run: Executor, group: str) -> None:

@@ -72,7 +72,6 @@ WITH listed AS MATERIALIZED (
            max(expires_at) AS expires_at, array_agg(consumer_group.name ORDER BY consumer_group.name) AS groups
     FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
     WHERE expires_at > clock_timestamp() - interval '1 hour'
-      AND (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
     GROUP BY instance_id
     HAVING %(group)s::text IS NULL OR bool_or(consumer_group.name = %(group)s)
 ), held AS MATERIALIZED (
@@ -85,7 +84,7 @@ WITH listed AS MATERIALIZED (
 SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock_timestamp() AS is_alive,
        coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
-       known.asked, known.asked_at, coalesce(known.draining, false) AS draining,
+       coalesce(known.draining, false) AS draining,
        """
     + is_silent("listed")
     + """ AS is_silent,
@@ -93,7 +92,6 @@ SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock
                WHERE role = 'sequencer' AND leader.owner = instance_id
                  AND leader.expires_at > clock_timestamp()) AS leads
 FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {schema}.consumer_process known USING (instance_id)
-WHERE (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
 ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s
 """
 )
@@ -156,9 +154,8 @@ class ConsumerProcess:
     process last renewed its membership. At this time, `calls` handler calls were running, and `longest` has the longest
     of them, the longest first. Until its first report, `version` is '' and `seen_at` is None.
 
-    `asked`: an operator has asked the process to drain or to stop, at `asked_at`. `draining`: the process had begun to
-    end at `seen_at`, because of such a request or of a signal. `is_silent`: its last sign of life is older than one and
-    a half of its intervals.
+    `draining`: the process had begun to end at `seen_at`. `is_silent`: its last sign of life is older than one and a
+    half of its intervals.
     """
 
     instance_id: UUID
@@ -174,8 +171,6 @@ class ConsumerProcess:
     calls: int
     longest: Sequence[Mapping[str, Any]]
     leads: bool
-    asked: str | None = None
-    asked_at: datetime | None = None
     draining: bool = False
     is_silent: bool = False
 
@@ -245,15 +240,7 @@ def list_waiting(
 
 def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:
     """Return the consumer processes of a group or of all groups, processes that are alive first."""
-    values = {"group": group, "instance": None, "limit": limit}
-    return run.objects(ConsumerProcess, _PROCESSES, values)
-
-
-def find_process(run: Executor, instance_id: UUID) -> ConsumerProcess | None:
-    """Return one consumer process; None if it has left its groups or vanished more than an hour ago."""
-    values = {"group": None, "instance": instance_id, "limit": 1}
-    found = run.objects(ConsumerProcess, _PROCESSES, values)
-    return found[0] if found else None
+    return run.objects(ConsumerProcess, _PROCESSES, {"group": group, "limit": limit})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -419,9 +419,6 @@ CREATE UNLOGGED TABLE consumer_process (
     -- Handler calls that ran at `seen_at`, and the longest of them.
     calls       integer     NOT NULL,
     longest     jsonb       NOT NULL,
-    -- What an operator has asked the process to do: 'drain' or 'stop'. The heartbeat reads it (docs/decisions/232).
-    asked       text        CHECK (asked IN ('drain', 'stop')),
-    asked_at    timestamptz,
     -- Whether the process takes no more messages and ends its running calls.
     draining    boolean     NOT NULL DEFAULT false
 );

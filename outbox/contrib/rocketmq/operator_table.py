@@ -48,9 +48,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "
     "check whether the message still matters.",
     "outbox_message redeliver": "Delete the row of the group's inbox, then `mqadmin resetOffsetByTime`.",
-    "outbox_process drain": "Send SIGTERM to the worker: it ends its running calls.",
     "outbox_process list": "`mqadmin consumerConnection` lists the clients of the proxies.",
-    "outbox_process stop": "Send SIGTERM to the worker: it ends its running calls.",
     "outbox_reconcile": "Reconciliation reads PostgreSQL only. Compare the tables of both services by SQL.",
     "outbox_relay list": "",
     "outbox_relay retry": "",

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker.groups.members import ProcessRequest
-from outbox.broker.operations.changes import ask_process
 from outbox.broker.operations.listings import ConsumerProcess, list_processes
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.support import eventually
@@ -71,31 +69,16 @@ def test_a_process_is_listed_without_a_report(orders: ConsumptionBench) -> None:
     assert (found.version, found.seen_at, found.calls, found.running, found.queues) == ("", None, 0, [], 6)
 
 
-def test_a_process_that_is_asked_to_drain_ends_its_calls_and_takes_no_more(
-    orders: ConsumptionBench, tmp_path: Path
-) -> None:
+def test_a_process_that_drains_says_so_while_its_calls_end(orders: ConsumptionBench, tmp_path: Path) -> None:
     gate = tmp_path / "open"
     process = orders.spawn("c0", gate=str(gate), threads=2, lease_seconds=1.5)
     orders.wait_for_shares(6)
     orders.publish(keyed("orders", 40, 40))
     eventually(lambda: one_process(orders).calls == 2, what="two calls, one per thread")
-    assert ask_process(orders.run, one_process(orders).instance_id, ProcessRequest.DRAIN)
-    assert (one_process(orders).asked, one_process(orders).state) == ("drain", "alive")
-    # The process acknowledges the request while its calls run.
-    eventually(lambda: one_process(orders).state == "draining", what="the acknowledgement")
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: one_process(orders).state == "draining", what="the state")
     assert one_process(orders).calls == 2
     gate.touch()
     assert process.wait(20) == 0
     # Messages before the last one that has started are handled too, because a position has no holes.
     assert 2 <= orders.effect_count() < 40 and list_processes(orders.run) == []
-
-
-def test_a_process_that_is_gone_is_not_asked(orders: ConsumptionBench) -> None:
-    process = orders.spawn("c0", lease_seconds=1.5)
-    orders.wait_for_shares(6)
-    instance = one_process(orders).instance_id
-    process.send_signal(signal.SIGKILL)
-    process.wait(20)
-    eventually(lambda: not one_process(orders).is_alive, what="the end of the membership")
-    assert not ask_process(orders.run, instance, ProcessRequest.STOP)
-    assert one_process(orders).asked is None

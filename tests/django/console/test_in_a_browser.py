@@ -225,26 +225,6 @@ def test_a_message_is_skipped_with_the_keyboard_alone(world: World, site: Site) 
     assert OperatorAction.objects.get().outcome == "done"
 
 
-@pytest.mark.slow
-def test_a_process_is_drained_with_the_keyboard_alone(world: World, site: Site) -> None:
-    world.subscribe("mail")
-    working(world, "mail", UUID(int=1))
-    with Browser() as browser:
-        site.open(browser, "/outbox/workers/")
-        tab_to(browser, "document.activeElement.textContent === 'Drain …'")
-        press(browser, "Enter", 13, "\r")
-        browser.wait_for("document.querySelector('#why') !== null")
-        assert "does not start it again" in browser.text("main")
-        tab_to(browser, "document.activeElement.id === 'why'")
-        browser.command("Input.insertText", text="it uses too much memory")
-        tab_to(browser, "document.activeElement.textContent === 'Do it'")
-        press(browser, "Enter", 13, "\r")
-        browser.wait_for("document.querySelector('main').innerText.includes('it uses too much memory')")
-        site.open(browser, "/outbox/workers/")
-        assert "asked to drain" in browser.text("main")
-    assert world.sql("SELECT asked FROM outbox.consumer_process") == [("drain",)]
-
-
 def press(browser: Browser, key: str, code: int, text: str = "") -> None:
     """Press and release a key."""
     given: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}

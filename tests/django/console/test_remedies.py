@@ -247,52 +247,18 @@ def test_workers_are_listed_with_their_running_calls(world: World, operator: Cli
     assert "The longest for" in page(operator, "groups/one/?name=mail")
 
 
-def test_a_process_is_drained_and_a_worker_stopped_by_its_row(world: World, operator: Client) -> None:
+def test_workers_are_listed_by_state(world: World, operator: Client) -> None:
     world.subscribe("mail")
     world.publish(1)
     [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
-    instance = str(working(world, "mail", message_id))
+    instance = working(world, "mail", message_id)
 
     def counts() -> list[int]:
         return [page(operator, f"workers/?state={one}").count("<tr data-key") for one in ("", "alive", "draining")]
 
-    html = page(operator, "workers/")
-    assert forms(html, "drain-process") == forms(html, "stop-worker") == [{"process": instance}]
-    given = {"process": instance, "confirmed": "yes", "why": "a test"}
-    assert (
-        "does not start it again" in operator.post("/outbox/act/drain-process/", given | {"why": ""}).content.decode()
-    )
-    operator.post("/outbox/act/drain-process/", given)
-    html = page(operator, "workers/")
-    assert "asked to drain" in text_of(html) and forms(html, "drain-process") == []
-    assert counts() == [
-        1,
-        1,
-        0,
-    ]
-    members.heartbeat(world.run, UUID(instance), {}, term_seconds=600, draining=True)
-    assert counts() == [
-        1,
-        0,
-        1,
-    ]
-    # A process that drains can still be asked to stop its worker; after that, nothing is left to ask.
-    assert forms(page(operator, "workers/"), "stop-worker") == [{"process": instance}]
-    operator.post("/outbox/act/stop-worker/", given)
-    assert 'class="actions"><form' not in page(operator, "workers/")
-    assert list(OperatorAction.objects.order_by("pk").values_list("action", "outcome")) == [
-        ("drain_process", "done"), ("stop_worker", "done"),
-    ]  # fmt: skip
-
-
-def test_a_process_that_vanished_meanwhile_is_refused_with_the_reason(world: World, operator: Client) -> None:
-    world.subscribe("mail")
-    instance = working(world, "mail", UUID(int=1))
-    world.sql("UPDATE outbox.consumer SET expires_at = now() - interval '1 minute'")
-    answer = operator.post("/outbox/act/stop-worker/", {"process": str(instance), "confirmed": "yes", "why": "a test"})
-    assert answer.status_code == 400 and b"has vanished" in answer.content
-    assert world.sql("SELECT asked FROM outbox.consumer_process") == [(None,)]
-    assert not OperatorAction.objects.exists()
+    assert counts() == [1, 1, 0]
+    members.heartbeat(world.run, instance, {}, term_seconds=600, draining=True)
+    assert counts() == [1, 0, 1]
 
 
 def test_endpoints_and_the_audit_are_filtered(world: World, operator: Client) -> None:

@@ -1,8 +1,8 @@
 """`python -m outbox.contrib.django.worker.child ROLE [ROLE]`: one supervised process of a Django project.
 
 The process runs until it gets SIGTERM or SIGINT, or until its supervisor has ended. Then the process drains and ends.
-The exit code is 0 if the process has drained, 1 if the process has failed, 2 for wrong usage or configuration, 3 if
-handlers hang, and another one if an operator asked for the end (outbox.broker.supervisor).
+The exit code is 0 if the process has drained, 1 if the process has failed, 2 for wrong usage or configuration, or 3 if
+handlers hang.
 """
 
 from __future__ import annotations
@@ -18,19 +18,9 @@ import django
 
 from outbox import hooks
 from outbox.broker.consumer.runtime import tune_garbage_collector
-from outbox.broker.consumer.stop_event import StopEvent
-from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.process_log import write_log
-from outbox.broker.supervisor import (
-    DRAINED_EXIT_CODE,
-    HUNG_EXIT_CODE,
-    STOP_EXIT_CODE,
-    end_within,
-    stop_on_signals,
-    stop_with_parent,
-)
+from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
 from outbox.contrib.django.operations import signals
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.roles import SHARED_LEAD, Role, known_roles
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
@@ -44,8 +34,6 @@ from outbox.utils.safe_text import printable
 
 # If handlers hang, the process is killed after this number of seconds.
 _HUNG_SECONDS: Final = 5.0
-# By the request of an operator; None without a request.
-_EXIT_CODES: Final = {None: 0, ProcessRequest.DRAIN: DRAINED_EXIT_CODE, ProcessRequest.STOP: STOP_EXIT_CODE}
 
 logger = logging.getLogger("outbox.contrib.django.worker.child")
 
@@ -66,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(options.roles) > 1 and not {Role.BROKER, Role.CHECK} >= set(options.roles):
         parser.error("only the roles broker and check can run in one process: start one process for each other role")
     name = "+".join(options.roles)
-    # As after SIGTERM, the running calls have DRAIN_SECONDS to end.
-    stop = StopEvent(lambda: end_within(get_settings().drain_seconds, lambda: _EXIT_CODES[stop.request]))
+    stop = threading.Event()
     stop_on_signals(stop)
     stop_with_parent(stop)
     try:
@@ -83,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         logger.error("%s failed", name, exc_info=printable(error))
         return 1
-    return _EXIT_CODES[stop.request]
+    return 0
 
 
 def set_up(name: str) -> None:

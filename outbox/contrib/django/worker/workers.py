@@ -210,7 +210,7 @@ def run_all(stop: threading.Event) -> None:
     """Run all roles in their own processes, under a supervisor, until `stop` is set."""
     log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
     processes = supervisor(environment=log)
-    processes.start(on_stop_request=stop.set)
+    processes.start()
     try:
         stop.wait()
         processes.stop()

@@ -1,9 +1,9 @@
-"""`manage.py outbox_process list|drain|stop`."""
+"""`manage.py outbox_process list`."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
 
 class Command(OperatorCommand):
-    """Runs the declared actions and prints the declared listings of this command."""
+    """Prints the declared listings of this command."""
 
-    help = "List the consumer processes, drain one of them, or stop its worker."
+    help = "List the consumer processes of all workers, with their running handler calls."

@@ -12,12 +12,10 @@ from typing import Any, Final
 from django.core.management.base import CommandError, CommandParser
 
 from outbox import hooks
-from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import signals
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
 from outbox.contrib.django.worker.workers import roles_by_name
 from outbox.errors import HandlersHung
@@ -68,8 +66,7 @@ class Command(OutboxCommand):
             return
         role = options["role"]
         write_log(role if role in hooks.roles else "worker")
-        # The role `all` starts processes that read the requests of operators themselves.
-        stop = StopEvent(lambda: end_within(get_settings().drain_seconds, HUNG_EXIT_CODE))
+        stop = threading.Event()
         before = stop_on_signals(stop)
         try:
             if options["until_drained"]:
