@@ -170,7 +170,7 @@ def test_readers_show_such_rows(orders: ConsumptionBench) -> None:
     assert orders.rows("SELECT count(*) FROM outbox.consume_queue") == [(len(ids) - 1,)]
     found = search.find_messages(orders.run, topic="orders")
     assert {one.message_id for one in found} == set(ids)
-    assert len(search.browse(orders.run, "orders", uncommitted=True)) == len(ids)
+    assert len(search.find_messages(orders.run, topic="orders", with_content=True)) == len(ids)
     for message_id in ids:
         shown = trace.trace(orders.run, message_id)
         assert shown is not None and shown.messages[0].message_id == str(message_id)

@@ -1,12 +1,11 @@
-"""Find stored messages by key, topic and time; browse a topic, including its undecided messages; read a body and
-headers."""
+"""Find stored messages by key, topic, time and state, also undecided ones; read a body and headers."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -20,7 +19,10 @@ from outbox.utils.safe_text import MASK, masked_value
 
 @dataclass(frozen=True, slots=True)
 class FoundMessage:
-    """A stored message. `state`: committed, rolled back, recalled, parked or undecided."""
+    """A stored message. `state`: one of STATES; only committed messages are delivered. `body` is None if not asked for.
+
+    Consumers cannot read the others, because such messages never reach a queue.
+    """
 
     log_id: int
     message_id: UUID
@@ -30,6 +32,33 @@ class FoundMessage:
     tag: str
     stored_at: datetime
     state: str
+    deliver_at: datetime | None = None
+    content_type: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+
+    def text(self) -> str:
+        """Return the body for display: the text if it is UTF-8, else base64 after `base64:`."""
+        body = self.body or b""
+        try:
+            return body.decode()
+        except UnicodeDecodeError:
+            return "base64:" + base64.b64encode(body).decode()
+
+    def without(self, names: Collection[str]) -> FoundMessage:
+        """Return the message with *** as the value of each field whose name is in `names`.
+
+        A body that is not JSON is left out, because this function finds fields in JSON only.
+        """
+        try:
+            body = json.dumps(masked_value(json.loads(self.body or b""), names), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            body = MASK
+        return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as a dict; ids and times keep their Python types."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
 
 
 # An SQL expression for the state of a stored message (alias `log`). The expression reads the decision, the check and
@@ -43,9 +72,9 @@ STATES: Final = ("committed", "undecided", "parked", "rolled back", "recalled")
 # Only searchable topics have an index by key, because it makes the storing of every message slower. With the index by
 # time, PostgreSQL reads only the blocks of the table that have rows of the given time span. The topic is given by its
 # number: PostgreSQL uses the index of a topic only if it knows the number when it plans.
-_FOUND: Final = Statement(f"""
+_FOUND: Final = f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
-       {STATE} AS state
+       {STATE} AS state<CONTENT>
 FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
 LEFT JOIN {{schema}}.op_log op USING (transaction_id)
 LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
@@ -56,7 +85,14 @@ WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic_id)s::integer IS
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
   AND (%(state)s::text IS NULL OR {STATE} = %(state)s)
 ORDER BY log.log_id DESC LIMIT %(limit)s
-""")
+"""
+_WITHOUT_CONTENT: Final = Statement(_FOUND.replace("<CONTENT>", ""))
+_WITH_CONTENT: Final = Statement(
+    _FOUND.replace(
+        "<CONTENT>",
+        ", log.deliver_at, log.content_type, coalesce(log.headers, '{{}}') AS headers, log.body",
+    )
+)
 
 
 def find_messages(
@@ -69,8 +105,9 @@ def find_messages(
     before: int | None = None,
     state: str | None = None,
     limit: int = 100,
+    with_content: bool = False,
 ) -> list[FoundMessage]:
-    """Return a page of messages, the newest first.
+    """Return a page of messages, the newest first. `with_content`: also their bodies and headers.
 
     With `topic`, `key` or `state`, all messages of the page have this topic, key or state (one of STATES). The page has
     messages that were stored at `since` or later, and before `until`. If `since` is None, the page has messages of the
@@ -85,7 +122,8 @@ def find_messages(
     values["limit"] = limit
     # The statement is not prepared, because PostgreSQL must know the length of the time span when it plans the
     # statement.
-    return run.objects(FoundMessage, _FOUND, values, prepare=False)
+    statement = _WITH_CONTENT if with_content else _WITHOUT_CONTENT
+    return run.objects(FoundMessage, statement, values, prepare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,88 +156,6 @@ def unfinished_deliveries(run: Executor, log_ids: Sequence[int]) -> dict[int, Un
     """Return for each of these messages, by log id, which groups have not finished it after a failure."""
     rows = run.objects(UnfinishedDelivery, _UNFINISHED, {"log_ids": bigints(log_ids)})
     return {row.log_id: row for row in rows}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Browse the stored messages of a topic page by page, for operators. With `uncommitted`, the pages also have undecided,
-# rolled back and recalled messages.
-#
-# Consumers cannot read undecided or rolled-back messages, because such messages never reach a queue.
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
-    """A stored message. `state`: committed (only these are delivered), rolled back, recalled, parked or undecided."""
-
-    log_id: int
-    message_id: UUID
-    transaction_id: UUID
-    key: str
-    tag: str
-    headers: dict[str, str]
-    content_type: str
-    body: bytes
-    stored_at: datetime
-    deliver_at: datetime | None
-    state: str
-
-    def text(self) -> str:
-        """Return the body for display: the text if it is UTF-8, else base64 after `base64:`."""
-        try:
-            return self.body.decode()
-        except UnicodeDecodeError:
-            return "base64:" + base64.b64encode(self.body).decode()
-
-    def without(self, names: Collection[str]) -> StoredMessage:
-        """Return the message with *** as the value of each field whose name is in `names`.
-
-        A body that is not JSON is left out, because this function finds fields in JSON only.
-        """
-        try:
-            body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            body = MASK
-        return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as a dict; ids and times keep their Python types."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
-
-
-# There is no index by topic, because it would make the storing of every message slower. The statement reads only rows
-# of the given span of time, the newest rows first.
-_BROWSE: Final = Statement(f"""
-SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
-       log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
-FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
-LEFT JOIN {{schema}}.op_log op USING (transaction_id)
-LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
-LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
-WHERE topic.name = %(topic)s AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
-  AND (%(after)s::bigint IS NULL OR log.log_id < %(after)s)
-  AND (%(uncommitted)s OR (op.decision = 'C' AND recalled.log_id IS NULL))
-ORDER BY log.log_id DESC LIMIT %(limit)s
-""")
-
-
-def browse(
-    run: Executor,
-    topic: str,
-    *,
-    uncommitted: bool = False,
-    since: datetime | None = None,
-    after: int | None = None,
-    limit: int = 100,
-) -> list[StoredMessage]:
-    """Return a page of the stored messages of a topic, the newest first.
-
-    The page has committed messages that were stored after `since`; without `since`, messages of the last day. With
-    `uncommitted`, the page also has undecided, rolled back and recalled messages, each with its state. To read the next
-    page, pass the last log id of this page as `after`. The function reads the messages of all topics that were stored
-    after `since`.
-    """
-    values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
-    return run.objects(StoredMessage, _BROWSE, values, prepare=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

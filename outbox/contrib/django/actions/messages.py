@@ -15,7 +15,7 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import changes, dead_letters
 from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, failed_attempts, list_dead_letters
 from outbox.broker.operations.listings import group_now
-from outbox.broker.operations.search import FoundMessage, StoredMessage, browse, find_messages
+from outbox.broker.operations.search import FoundMessage, find_messages
 from outbox.contrib.django.actions.cells import badge, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import (
     LEFT,
@@ -394,18 +394,17 @@ LETTERS: Final = Listing(
 )
 
 
-def _read_messages(run: Executor, asked: Asked) -> Sequence[StoredMessage | FoundMessage]:
-    if asked["key"] is not None:
-        # The list begins with the newest message, so the next page has older messages.
-        return find_messages(
-            run, asked["key"], before=asked["after"], **asked.only("topic", "since"), limit=asked.limit
-        )
-    if asked["topic"] is None:
+def _read_messages(run: Executor, asked: Asked) -> Sequence[FoundMessage]:
+    if asked["key"] is None and asked["topic"] is None:
         raise UsageError("name a topic, or pass --key.")
-    TopicCatalog(run.schema).get(run.connection, asked["topic"])
-    found = browse(run, asked["topic"], **asked.only("uncommitted", "since", "after"), limit=asked.limit)
-    names = masked_names(get_settings().masked_fields, asked["topic"])
-    return [one.without(names) for one in found] if names else found
+    if asked["topic"] is not None:
+        TopicCatalog(run.schema).get(run.connection, asked["topic"])
+    # The list begins with the newest message, so the next page has older messages.
+    page = {"before": asked["after"], "limit": asked.limit, "with_content": True}
+    state = "committed" if asked["key"] is None and not asked["uncommitted"] else None
+    found = find_messages(run, **asked.only("key", "topic", "since"), state=state, **page)
+    masked = get_settings().masked_fields
+    return [one.without(names) if (names := masked_names(masked, one.topic)) else one for one in found]
 
 
 MESSAGES: Final = Listing(
@@ -413,12 +412,12 @@ MESSAGES: Final = Listing(
     (
         Column("Log id", "log_id"),
         Column("Message", "message_id"),
-        Column("Topic", lambda one: getattr(one, "topic", None)),
+        Column("Topic", "topic"),
         Column("Key", "key"),
         Column("Tag", "tag"),
         Column("Stored", "stored_at"),
         Column("State", "state"),
-        Column("Body", lambda one: one.text()[:_SHOWN_CHARACTERS] if isinstance(one, StoredMessage) else None),
+        Column("Body", lambda one: one.text()[:_SHOWN_CHARACTERS]),
     ),
     _read_messages,
     command="outbox_message list",
@@ -431,5 +430,5 @@ MESSAGES: Final = Listing(
     ),
     after=Field("after", "list messages that were stored before the message with this log id", FieldKind.NUMBER),
     position=lambda one: one.log_id,
-    json=lambda one: one.as_json() if isinstance(one, StoredMessage) else one,
+    json=FoundMessage.as_json,
 )
