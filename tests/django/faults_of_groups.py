@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import psycopg
-from django.utils import timezone
 
 from outbox import Delivery, event
 from outbox.broker import deaths
@@ -19,9 +18,9 @@ from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import changes, summary
 from outbox.broker.supervisor import ChildDeath
-from outbox.contrib.django import ClaimedDelivery, publish, run_prune, subscriber
+from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.models import ClaimEntry, InboxEntry
+from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
@@ -135,25 +134,6 @@ def hung_handlers(world: World) -> None:
     left = LastCalls(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
     # The supervisor's reaction to such an end; broker/consumer/test_quarantine.py has processes that hang.
     deaths.record(broker_database(), ChildDeath(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
-
-
-@fault
-def claim_held_long(world: World) -> None:
-    """A handler with effects="outside" waits half an hour for another system."""
-    answer, stop = threading.Event(), threading.Event()
-
-    @subscriber("orders", group="effects", effects="outside", timeout_seconds=3600)
-    def effect(delivery: ClaimedDelivery) -> None:
-        assert answer.wait(120)
-
-    world.publish()
-    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
-    thread.start()
-    world.stack.callback(thread.join, 20)
-    world.stack.callback(stop.set)
-    world.stack.callback(answer.set)
-    eventually(ClaimEntry.objects.exists, within_seconds=60, what="the claim")
-    ClaimEntry.objects.update(claimed_at=timezone.now() - timedelta(minutes=30))
 
 
 @fault

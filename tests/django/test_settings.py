@@ -86,9 +86,8 @@ def test_what_is_wrong_is_named_with_its_remedy(settings: Any, complaint: str) -
 
 
 def test_a_threshold_that_no_condition_has_is_named_with_the_nearest() -> None:
-    """Also a threshold of the application's conditions is known."""
     refuse_unknown_thresholds(
-        parse_settings({"THRESHOLDS": {"LAG_SECONDS": (60, 600), "CLAIM_SECONDS": (1, None)}}).thresholds
+        parse_settings({"THRESHOLDS": {"LAG_SECONDS": (60, 600), "LOCK_SECONDS": (1, None)}}).thresholds
     )
     wrong = r"\['LAG_SECOND'\] is not a threshold. Did you mean 'LAG_SECONDS'"
     with pytest.raises(ConfigurationError, match=wrong):

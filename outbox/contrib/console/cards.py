@@ -38,7 +38,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "retention_behind": ("topics", "", "Topics"),
     **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped"),
                     ("incidents", "", "Incidents")),
-    **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "quarantined", "claim_held_long"),
+    **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "quarantined"),
                     ("workers", "", "Workers")),
     **dict.fromkeys(("no_sequencer", "part_missing", "ticks_late", "summary_late", "connections_refused"),
                     ("workers", "", "Workers")),

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from outbox.broker.operations.state import BrokerState
 
 
-_OWN = ("outbox.contrib.django.operations.claimed_messages",)
-
-
 class Figures(Protocol):
     """The figures of an engine's server."""
 
@@ -91,9 +88,10 @@ class Observer(Protocol):
 
 
 def application_conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:
-    """Return the declared conditions of the application's tables, by name."""
-    modules = (*_OWN, *hooks.application_conditions)
-    return {name: one for module in modules for name, one in import_module(module).CONDITIONS.items()}
+    """Return the conditions that parts declare about the application's tables, by name."""
+    return {
+        name: one for module in hooks.application_conditions for name, one in import_module(module).CONDITIONS.items()
+    }
 
 
 def catalogue() -> Mapping[str, DeclaredCondition[BrokerState]]:
