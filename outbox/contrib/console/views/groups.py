@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlencode
 
 from django.http import HttpRequest, HttpResponse
-from django.urls import reverse
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, Counted, duration
+from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.operations.state import BrokerState
-from outbox.broker.operations.summary import GroupOverview, GroupProgress
+from outbox.broker.operations.summary import GroupOverview, Summary
 from outbox.contrib.console.access import seeing
-from outbox.contrib.console.asking import reading, required, text
-from outbox.contrib.console.cards import ConditionCard, Tile, aged, cards, tone_of
+from outbox.contrib.console.asking import application, reading, required, text
+from outbox.contrib.console.cards import ConditionCard, cards
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
 from outbox.contrib.django.actions.cells import badge, group_link, link, retried_topic, span, topic_link, words
@@ -47,22 +45,22 @@ class GroupRow:
 
 def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
     counted = summary.read(run)
-    found = summary.overview(run, counted)
-    waiting: dict[str, set[str]] = {}
-    for limits in list_limits(run):
-        if limits.waiting_for:
-            waiting.setdefault(limits.group, set()).add(limits.waiting_for)
+    found = summary.overview(run, counted).groups
     with asked.application():
-        disabled = _disabled(BrokerState(run, counted))
-    rows = [
-        GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ()))))
-        for one in found.groups
-        if (asked["q"] or "") in one.name
-    ]
+        rows = _rows(run, counted, [one for one in found if (asked["q"] or "") in one.name])
     if asked["state"] == "behind":
         # Otherwise the order is by name, so that a refresh moves no row under the pointer.
         rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
     return rows
+
+
+def _rows(run: Executor, counted: Summary, groups: Sequence[GroupOverview]) -> list[GroupRow]:
+    waiting: dict[str, set[str]] = {}
+    for limits in list_limits(run):
+        if limits.waiting_for:
+            waiting.setdefault(limits.group, set()).add(limits.waiting_for)
+    disabled = _disabled(BrokerState(run, counted))
+    return [GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ())))) for one in groups]
 
 
 def _disabled(state: BrokerState) -> set[object]:
@@ -168,7 +166,9 @@ def group(request: HttpRequest) -> HttpResponse:
         limits = next((one for one in list_limits(run, name) if one.topic == topic), None)
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
-    figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
+        figures = [one for one in found.overview.groups if one.name == name] if found.overview else []
+        with application():
+            rows = _rows(run, counted, figures)
     found_cards = cards(found.verdict.conditions, group=name)
     context = {
         "title": f"Group {name}",
@@ -176,12 +176,8 @@ def group(request: HttpRequest) -> HttpResponse:
         "group": now,
         "rest": rest,
         "cards": found_cards,
-        "tiles": [
-            aged(tile, found.overview) if tile.name != "Workers" else tile
-            for tile in _tiles(figures, places, [card.condition for card in found_cards])
-        ]
-        if figures and found.overview
-        else [],
+        "listing": GROUPS,
+        "rows": rows,
         "is_healthy": not found_cards and not signs.doubt and found.overview is not None and found.overview.is_current,
         "signs": signs,
         "said": _sentence(len(found_cards)),
@@ -234,43 +230,6 @@ def _sentence(count: int) -> str:
     if not count:
         return "No condition names this group"
     return "1 condition names this group" if count == 1 else f"{count} conditions name this group"
-
-
-def _tiles(group: GroupOverview, places: Sequence[GroupProgress], conditions: Sequence[Condition]) -> Iterator[Tile]:
-    """The health of a group in figures."""
-    of_group = urlencode({"group": group.name})
-    here = f"{reverse('outbox:group')}?{urlencode({'name': group.name})}"
-
-    def queues(counts: Callable[[GroupProgress], int]) -> str:
-        topic = next((one.topic for one in places if counts(one)), None)
-        return f"{here}&{urlencode({'topic': topic})}#queues" if topic else f"{here}#topics"
-
-    if not group.broadcast:
-        oldest = group.oldest_seconds
-        yield Tile(
-            "Lag",
-            group.lag,
-            f"the oldest waits for {duration(oldest)}" if oldest is not None else "no message waits",
-            f"{here}#topics",
-            tone_of(conditions, "lag", "group_paused"),
-        )
-    retries = f"{reverse('outbox:waiting')}?retrying=yes&{of_group}"
-    letters, workers = (f"{reverse(f'outbox:{page}')}?{of_group}" for page in ("dead_letters", "workers"))
-    failing, stopped = queues(lambda one: one.blocked), queues(lambda one: one.stopped)
-    yield from (
-        Tile(name, count, some if count else none, url, tone_of(conditions, *causes))
-        for name, count, some, none, url, causes in (
-            ("Failing queues", group.blocked, "their next message fails", "no queue is blocked", failing,
-             ["blocked_queue"]),
-            ("Stopped queues", group.stopped, "by an on_error policy", "no queue is stopped", stopped,
-             ["stopped_queue"]),
-            ("Retrying", group.retrying, "wait for another attempt", "no message is retried", retries,
-             ["retry_storm", "outage"]),
-            ("Dead letters", group.dead, "not settled yet", "none is unsettled", letters, ["dead_letters"]),
-            ("Workers", group.consumers, "live processes", "no process runs", workers,
-             ["no_worker", "quarantined", "hung_handlers"]),
-        )
-    )  # fmt: skip
 
 
 TOPICS: Final = Listing(
