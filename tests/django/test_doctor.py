@@ -48,7 +48,7 @@ def found() -> dict[str, Condition]:
 def test_every_examination_is_reported(world: World) -> None:
     assert {one.name for one in examine() if not one.severity} >= {
         "PostgreSQL version", "fsync", "full_page_writes", "synchronous_commit", "isolation", "autovacuum",
-        "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions", "groups without a consumer",
+        "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions",
         "retention of topics", "retention of the inbox", "check horizon", "ledger of 'default'",
     }  # fmt: skip
     assert {name: one.severity for name, one in found().items()} == {"topics without a group": Severity.WARNING}
@@ -71,7 +71,7 @@ def test_the_command(world: World) -> None:
 def test_declarations(world: World) -> None:
     world.subscribe()
     names = found()
-    assert names["groups without a consumer"].meaning == "effects"
+    assert names["no_worker"].evidence[0]["group"] == "effects"
     assert "orders" not in names["topics without a group"].meaning.split(", ")
 
 

@@ -48,12 +48,6 @@ SELECT name FROM {schema}.topic
 WHERE retry_of IS NULL AND NOT EXISTS (SELECT FROM {schema}.subscription WHERE subscription.topic_id = topic.topic_id)
 ORDER BY name
 """)
-_GROUPS: Final = Statement("""
-SELECT name FROM {schema}.consumer_group
-WHERE NOT EXISTS (SELECT FROM {schema}.consumer
-                  WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp())
-ORDER BY name
-""")
 
 
 def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
@@ -214,12 +208,6 @@ def _declared(run: Executor) -> Iterator[Condition]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
     remedy = "No group reads these topics: a subscriber is missing or misspells the topic, or the topic can be deleted."
     yield of_check("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
-    idle = [name for (name,) in run.rows(_GROUPS)]
-    remedy = (
-        "Start a worker of the group's service. Retention keeps the messages of a group without a consumer for "
-        "up to 30 days."
-    )
-    yield of_check("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
     if lacking := key_index.missing(run):
         remedy = "Run `manage.py outbox_install` as the owner of the tables. Until then, a search by key reads the log."
         yield of_text("searchable topics without an index", Severity.WARNING, ", ".join(lacking), remedy)

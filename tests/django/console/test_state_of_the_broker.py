@@ -107,39 +107,6 @@ def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Clien
     assert (limited, disabled) == (["limited"], ["partner"])
 
 
-def test_the_table_of_queues_says_why_a_queue_waits(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2)]))
-    working(world, "mail", UUID(int=1))
-    world.publish(1)
-
-    def held_up() -> set[str]:
-        html = page(operator, "groups/one/?name=mail&topic=orders").partition('id="queues"')[2]
-        cells = r'data-label="Lag now" class="number">(\d+)<.*?data-label="Held up by">(.*?)</td>'
-        rows = re.findall(cells, html, re.DOTALL)
-        assert len(rows) == 4 and sorted(lag for lag, _ in rows) == ["0", "0", "0", "1"]
-        return {f"{lag}: {text_of(text)}" for lag, text in rows}
-
-    assert held_up() == {"0: –", "1: –"}
-    world.sql(
-        "INSERT INTO outbox.slot_demand"
-        " SELECT group_id, topic_id, gen_random_uuid(), 5, 2, 3, 'running', now(), '{}', now() + interval '1 minute'"
-        " FROM outbox.subscription_limit"
-    )
-    assert held_up() == {"0: –", "1: running limit"}
-    world.sql("UPDATE outbox.consumer_group SET paused = true")
-    assert held_up() == {"0: group paused", "1: group paused running limit"}
-    world.change_settings(FORWARD={"mail": {"topics": ["orders"], "sink": "webhook"}})
-    ForwardEndpoint.objects.create(group="mail", disabled_at=timezone.now(), disabled_reason="answered 410")
-    try:
-        assert held_up() == {"0: group paused endpoint disabled", "1: group paused endpoint disabled running limit"}
-    finally:
-        ForwardEndpoint.objects.all().delete()
-    world.sql("UPDATE outbox.consumer_group SET paused = false")
-    world.sql("DELETE FROM outbox.slot_demand")
-    world.sql("DELETE FROM outbox.consumer")
-    assert held_up() == {"0: –", "1: no worker"}
-
-
 def test_a_zero_has_no_colour(world: World, operator: Client) -> None:
     """A paused group without a message that waits. The control is the same group with one."""
     world.subscribe("mail")

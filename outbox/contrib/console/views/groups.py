@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,22 +12,22 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Counted
-from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes
-from outbox.broker.operations.progress import QueueProgress, list_queues
+from outbox.broker.operations.listings import group_now, list_errors, list_processes
+from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import GroupOverview, Summary
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, reading, required, text
-from outbox.contrib.console.cards import ConditionCard, cards
+from outbox.contrib.console.cards import cards
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
-from outbox.contrib.django.actions.cells import badge, group_link, link, retried_topic, span, topic_link, words
+from outbox.contrib.django.actions.cells import badge, group_link, link, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
 from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.limits.actions import present_limits
-from outbox.contrib.limits.operations import SubscriptionLimits, list_limits
+from outbox.contrib.limits.operations import list_limits
 from outbox.errors import UnknownTopic
 
 _CONSUMERS: Final = 50
@@ -187,43 +187,12 @@ def group(request: HttpRequest) -> HttpResponse:
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
         "more_consumers": len(consumers) > _CONSUMERS,
-        "queues": [(one, list(_holding(one, now, limits, found_cards))) for one in queues],
+        "queues": queues,
         "topic": topic,
         "limits": limits,
         "present_limits": present_limits(limits) if limits else {},
     }
     return render(request, "group", context)
-
-
-# The conditions that hold up the queues of a group, and what the table of queues says of each.
-_HOLDING: Final = {
-    "no_worker": "no worker",
-    "outage": "outage of a service",
-    "unknown_version": "needs newer code",
-    "hung_handlers": "handler hangs",
-}
-
-
-def _holding(
-    queue: QueueProgress,
-    group: Group,
-    limits: SubscriptionLimits | None,
-    cards: Sequence[ConditionCard],
-) -> Iterator[str]:
-    """Why the messages of a queue wait, apart from an error of its next message."""
-    if group.paused:
-        yield "group paused"
-    if any(card.condition.name == "endpoint_disabled" for card in cards):
-        yield "endpoint disabled"
-    if not queue.lag:
-        return
-    if limits is not None and limits.waiting_for:
-        yield f"{words(limits.waiting_for)} limit"
-    topic = retried_topic(queue.topic)
-    for card in cards:
-        said = _HOLDING.get(card.condition.name)
-        if said and any(fact.get("topic") in (None, topic) for fact in card.condition.evidence):
-            yield said
 
 
 def _sentence(count: int) -> str:
