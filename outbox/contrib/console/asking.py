@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -15,7 +14,7 @@ from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.listings import bounded
-from outbox.contrib.django.actions.declaration import DeclaredAction, Field, FieldKind, Values, parsed
+from outbox.contrib.django.actions.declaration import Field, FieldKind, Values, parsed
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
@@ -93,34 +92,6 @@ def required(given: Mapping[str, str], name: str) -> str:
     if value is None:
         raise UsageError(f"{name} is missing: go back to the page that had the button.")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class FilledForm:
-    """The form of an action as an operator has filled it in.
-
-    `fixed`: the values that the form does not ask for, such as the group. `present`: the values that hold now.
-    """
-
-    name: str
-    fixed: Mapping[str, str]
-    entered: Mapping[str, str]
-    present: Mapping[str, str]
-    back: str = ""
-
-
-def form_of(action: DeclaredAction, given: QueryDict, *, back: str) -> FilledForm | None:
-    """The form from which a request came; None if the request came from a button."""
-    fixed = given.getlist("fixed")
-    if not fixed:
-        return None
-    entered = {field.name: given.get(field.name, "") for field in action.fields if field.name not in fixed}
-    named = {field.name: given.get(field.name, "") for field in action.fields if field.name in fixed}
-    # A form of the page names every value that `present` needs; a request that was made by hand may not.
-    is_complete = all(named.get(field.name) for field in action.fields if field.required)
-    return FilledForm(
-        action.name, named, entered, action.present(named) if action.present and is_complete else {}, back
-    )
 
 
 def values_of(fields: Sequence[Field], given: QueryDict) -> Values:

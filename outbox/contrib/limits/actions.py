@@ -15,11 +15,6 @@ from outbox.contrib.limits.operations import SubscriptionLimits, change_limits, 
 from outbox.errors import UsageError
 
 
-def _present_limits(fixed: Mapping[str, str]) -> Mapping[str, str]:
-    with broker_connection() as (connection, schema):
-        return present_limits(limits_now(Executor(connection, schema), fixed["group"], fixed["topic"]))
-
-
 @action(
     "limits",
     "Change the limits of a group on a topic, or return to the limits of the code",
@@ -54,7 +49,6 @@ def _present_limits(fixed: Mapping[str, str]) -> Mapping[str, str]:
         FieldKind.FLAG,
         label="Return to the limits of the code",
     ),
-    present=_present_limits,
 )
 def _change_limits(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]

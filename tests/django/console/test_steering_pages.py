@@ -90,24 +90,19 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
     assert operator.post("/outbox/act/pause/", {"group": "nobody"}).status_code == 404
 
 
-def test_the_form_of_limits_shows_what_holds_and_keeps_what_was_entered(world: World, operator: Client) -> None:
+def test_the_form_of_limits_shows_what_holds(world: World, operator: Client) -> None:
     register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2, rate="100/min")]))
     page = operator.get("/outbox/groups/one/?name=mail&topic=orders").content.decode()
     form = page.partition('<form method="post" action="/outbox/act/limits/"')[2].partition("</form>")[0]
     assert "(now 2)" in form and "(now 100/min)" in form and "(now no limit)" in form and "such as 100/min" in form
-    given = {**dict(re.findall(r'name="(group|topic|back)" value="([^"]*)"', form)), "fixed": ["group", "topic"]}
+    given = dict(re.findall(r'name="(group|topic|back)" value="([^"]*)"', form))
     assert given["group"] == "mail" and given["topic"] == "orders"
     wrong = operator.post("/outbox/act/limits/", {**given, "running": "5", "rate": "fast"})
-    text = wrong.content.decode()
-    assert wrong.status_code == 400 and "give a number above 0 and a unit" in text
-    assert 'value="5"' in text and 'value="fast"' in text and "(now 100/min)" in text and "<form" in text
+    assert wrong.status_code == 400 and "give a number above 0 and a unit" in wrong.content.decode()
     plan = operator.post("/outbox/act/limits/", {**given, "running": "5"}).content.decode()
     assert "Limit group mail on topic orders to running=5, rate=100/min" in plan
-    assert "Change the values" in plan and 'value="5"' in plan
     assert "<dt>changed</dt><dd>–</dd>" in plan and "{}" not in plan
     assert done(operator, "limits", **given, running="5").after["changed"] == {"running": 5}
-    without = operator.post("/outbox/act/limits/", {"group": "mail", "topic": "orders", "running": "x"})
-    assert without.status_code == 400 and "<form" not in without.content.decode().partition("<main")[2], "from a button"
 
 
 def test_publishing_is_refused_and_accepted(world: World, operator: Client) -> None:
@@ -142,7 +137,6 @@ def test_findings_say_what_to_do(world: World, operator: Client) -> None:
 
 def test_a_form_that_was_made_by_hand_is_refused_and_not_an_error(operator: Client) -> None:
     """The form of the page names the group and the topic; this request names nothing, or one of them."""
-    for fixed in ("", "group", "topic"):
-        given = {"fixed": fixed or "running", **({fixed: "mail"} if fixed else {"running": "5"})}
+    for given in ({"running": "5"}, {"group": "mail"}, {"topic": "mail"}):
         answer = operator.post("/outbox/act/limits/", given)
         assert answer.status_code == 400 and b"is missing" in answer.content, given

@@ -13,7 +13,7 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from outbox.contrib.console.asking import FilledForm, as_uuid
+from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.django.actions import cells
 from outbox.contrib.django.actions.listing import PAGE, Button, Choice, Column, Listing
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
@@ -83,34 +83,19 @@ def remedy(context: dict[str, Any], offered: Button) -> dict[str, Any]:
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
 def action_form(
-    context: dict[str, Any],
-    name: str,
-    label: str,
-    *,
-    present: Mapping[str, str] | None = None,
-    filled: FilledForm | None = None,
-    **given: object,
+    context: dict[str, Any], name: str, label: str, *, present: Mapping[str, str] | None = None, **given: object
 ) -> dict[str, Any]:
     """Show the form of an action. The form has an input for each declared field that is not in `given`.
 
-    `present`: the present values of the fields. `filled`: the same form with the values that the operator has entered.
-    This form has no fields that are declared for the confirmation page. The confirmation page asks for these fields and
-    for the reason.
+    `present`: the present values of the fields. This form has no fields that are declared for the confirmation page.
+    The confirmation page asks for these fields and for the reason.
     """
-    filled = filled or FilledForm(name, {key: str(value) for key, value in given.items()}, {}, present or {})
     fields = [
-        (one, filled.entered.get(one.name, ""), filled.present.get(one.name, ""))
+        (one, (present or {}).get(one.name, ""))
         for one in ACTIONS[name].fields
-        if one.on_page and not one.with_confirmation and one.name not in filled.fixed
+        if one.on_page and not one.with_confirmation and one.name not in given
     ]
-    shown = {**act(context, name, label), "given": filled.fixed, "fields": fields}
-    return shown | ({"here": filled.back} if filled.back else {})
-
-
-@register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
-def filled_form(context: dict[str, Any], form: FilledForm) -> dict[str, Any]:
-    """Show the form of an action again, with the values that the operator has entered."""
-    return action_form(context, form.name, "Show the plan …", filled=form)
+    return {**act(context, name, label), "given": given, "fields": fields}
 
 
 # -- tables ---------------------------------------------------------------------------------------------

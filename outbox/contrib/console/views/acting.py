@@ -9,12 +9,11 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
 from outbox.contrib.console.access import acting
-from outbox.contrib.console.asking import ACTION_SECONDS, form_of, values_of
+from outbox.contrib.console.asking import ACTION_SECONDS, values_of
 from outbox.contrib.console.rendering import render
 from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.database import deadline
-from outbox.errors import UsageError
 
 _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
@@ -27,15 +26,7 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
     @acting(action.permission)
     def view(request: HttpRequest) -> HttpResponse:
         given = request.POST
-        form = form_of(action, given, back=_local(given.get("back", "")))
-        try:
-            plan = action.plan(values_of(action.fields, given))
-        except UsageError as error:
-            if form is None:
-                raise
-            # The operator corrects the values on the same page.
-            context = {"title": action.title, "wrong": str(error), "form": form, "back": form.back}
-            return render(request, "confirm", context, status=400)
+        plan = action.plan(values_of(action.fields, given))
         why = given.get("why", "").strip()
         is_confirmed = given.get("confirmed") == "yes"
         if not is_confirmed or not why or plan.nothing or plan.refusal:
@@ -56,7 +47,6 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
                 # The operator has confirmed a refused action without the choice that it needs.
                 "is_missing_choice": is_confirmed and bool(plan.refusal) and bool(options),
                 "why": why,
-                "form": form,
             }
             return render(request, "confirm", context, status=422 if is_confirmed else 200)
         with deadline.within(ACTION_SECONDS):

@@ -183,7 +183,6 @@ def group(request: HttpRequest) -> HttpResponse:
         "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
         "topics": sliced(request, places),
-        "at": counted.at,
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
         "more_consumers": len(consumers) > _CONSUMERS,

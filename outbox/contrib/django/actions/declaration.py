@@ -174,7 +174,6 @@ class ActionPlan:
 
 
 Plan = Callable[[Values], ActionPlan]
-Present = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +182,7 @@ class DeclaredAction:
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `present` returns the values of the fields that hold now, from the
-    values that the form of the page does not ask for.
+    action, and only a command runs the action.
     """
 
     name: str
@@ -193,7 +191,6 @@ class DeclaredAction:
     fields: Sequence[Field]
     plan: Plan
     permission: str | None = ACT
-    present: Present | None = None
 
     @property
     def subcommand(self) -> str:
@@ -202,7 +199,7 @@ class DeclaredAction:
 
 
 def action(
-    name: str, title: str, command: str, *fields: Field, permission: str | None = ACT, present: Present | None = None
+    name: str, title: str, command: str, *fields: Field, permission: str | None = ACT
 ) -> Callable[[Plan], DeclaredAction]:
     """Declare the action that the decorated function plans. The parameters are those of `DeclaredAction`."""
-    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, present)
+    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission)
