@@ -2,7 +2,7 @@
 
 One process publishes in batches, handles the messages with the inbox, and makes ticks. Another process removes rows, as
 a worker's own process does: retention and pruning every two seconds. Everything is in one database. The kinds
-alternate: rows stay; rows are deleted; the inbox is in partitions of ten seconds, which are dropped.
+alternate: rows stay; rows are deleted.
 OUTBOX_BENCH_SECONDS sets the length of one run, and OUTBOX_BENCH_KEEP_SECONDS (at least 60) how long rows live.
 """
 
@@ -27,15 +27,14 @@ from outbox.broker import embedded
 SECONDS: Final = float(os.environ.get("OUTBOX_BENCH_SECONDS", "180"))
 KEEP_SECONDS: Final = int(os.environ.get("OUTBOX_BENCH_KEEP_SECONDS", "60"))
 PASS_SECONDS: Final = 2.0
-KINDS: Final = ("rows stay", "DELETE", "partitions")
+KINDS: Final = ("rows stay", "DELETE")
 TABLES: Final = ("commit_log", "op_log", "consume_queue", "outbox_inbox")
 _BATCH: Final = 50
 # The producer waits when this number of messages is not handled yet.
 _AHEAD: Final = 5_000
 
 _SIZES: Final = """
-SELECT name, (SELECT sum(pg_total_relation_size(relid))::bigint
-              FROM (SELECT relid FROM pg_partition_tree(name::regclass) UNION SELECT name::regclass) AS part)
+SELECT name, pg_total_relation_size(name::regclass)
 FROM unnest(ARRAY['outbox.commit_log', 'outbox.op_log', 'outbox.consume_queue', 'outbox_inbox']) AS name
 """
 _VACUUMS: Final = """
@@ -67,7 +66,7 @@ def main() -> None:
         "throughput (median, low to high); ratios to 'rows stay' of the same round",
         [
             *("kind", "messages/s", "ratio", "last third against first", "WAL bytes/message", "rows deleted/s"),
-            *("autovacuums", "partitions dropped"),
+            "autovacuums",
         ],
         [
             [
@@ -78,7 +77,6 @@ def main() -> None:
                 f"{Spread.of([one['wal'] for one in runs])}",
                 f"{Spread.of([one['deleted'] for one in runs])}",
                 f"{Spread.of([one['vacuums'] for one in runs])}",
-                f"{Spread.of([one['dropped'] for one in runs])}",
             ]
             for kind, runs in found.items()
         ],
@@ -112,7 +110,6 @@ def child(kind: str, application: str, broker: str) -> None:
     from outbox.broker.consumer.runtime import tune_garbage_collector
     from outbox.contrib.django import subscriber
     from outbox.contrib.django.engine.broker import get_broker
-    from outbox.contrib.django.operations.installation import partition_inboxes
     from outbox.contrib.django.worker.workers import consumer_runtime
     from outbox.message import Delivery, Message
 
@@ -126,8 +123,6 @@ def child(kind: str, application: str, broker: str) -> None:
         # The leader runs retention, too.
         with psycopg.connect(broker, autocommit=True) as database:
             database.execute("UPDATE outbox.topic SET retention_seconds = %s", [KEEP_SECONDS])
-    if kind == "partitions":
-        partition_inboxes(patience_seconds=10)
     connection.close()
     tune_garbage_collector()
     stop = threading.Event()
@@ -146,7 +141,7 @@ def child(kind: str, application: str, broker: str) -> None:
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
-    with _removing(application, broker) if kind != KINDS[0] else contextlib.nullcontext(list[int]()) as dropped:
+    with _removing(application, broker) if kind != KINDS[0] else contextlib.nullcontext():
         # The first seconds warm up.
         time.sleep(min(10.0, SECONDS / 6))
         sizes: list[Mapping[str, int]] = []
@@ -178,29 +173,26 @@ def child(kind: str, application: str, broker: str) -> None:
                 "messages": handled[0],
                 "vacuums": vacuums,
                 "deleted": deleted / seconds,
-                "dropped": sum(dropped),
             }
         )
     )
 
 
 @contextlib.contextmanager
-def _removing(application: str, broker: str) -> Iterator[list[int]]:
-    """A process that removes rows during the block. After the block, the list has the number of dropped partitions."""
+def _removing(application: str, broker: str) -> Iterator[None]:
+    """A process that removes rows during the block."""
     command = [sys.executable, "-m", "benchmarks.space", "--child", "remove", application, broker]
-    dropped: list[int] = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-        yield dropped
-        said, _ = running.communicate()
-    dropped.append(int(said))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as running:
+        yield
+        running.communicate()
 
 
 def remove(application: str, broker: str) -> None:
-    """Remove old rows every two seconds until standard input ends; print the number of dropped partitions."""
+    """Remove old rows every two seconds until standard input ends."""
     _configure(application, broker)
     from outbox.contrib.django.ledger import pruning
 
-    stop, dropped = threading.Event(), 0
+    stop = threading.Event()
 
     def wait() -> None:
         sys.stdin.read()
@@ -209,9 +201,7 @@ def remove(application: str, broker: str) -> None:
     threading.Thread(target=wait, daemon=True).start()
     while not stop.wait(PASS_SECONDS):
         _clear(broker)
-        counts = pruning.prune_inboxes(older_than=datetime.now(UTC) - timedelta(seconds=KEEP_SECONDS))
-        dropped += counts.partitions
-    print(dropped)
+        pruning.prune_inboxes(older_than=datetime.now(UTC) - timedelta(seconds=KEEP_SECONDS))
 
 
 def _configure(application: str, broker: str) -> None:
@@ -221,9 +211,6 @@ def _configure(application: str, broker: str) -> None:
     import django.conf
 
     django.conf.settings.OUTBOX = {**django.conf.settings.OUTBOX, "INBOX_RETENTION_SECONDS": KEEP_SECONDS}
-    from outbox.contrib.django.ledger import pruning
-
-    pruning._SHORTEST_PARTITION_SECONDS = 10.0  # type: ignore[misc]
 
 
 def _clear(broker: str) -> None:

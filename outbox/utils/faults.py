@@ -67,15 +67,6 @@ POINTS: Final = (
     "rename.copying",
     "rename.copied",
     "rename.renamed",
-    "partition.in_convert",
-    "partition.before_convert",
-    "partition.in_make",
-    "partition.before_make",
-    "partition.after_make",
-    "partition.before_drop",
-    "partition.in_drop",
-    "partition.before_drop_commit",
-    "partition.after_drop",
 )
 
 

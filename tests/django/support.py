@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
-from django.db import connections
-
 from outbox.broker.database.connection import Connection
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.models import InboxEntry
 from outbox.utils import faults
 from tests.django.sessions import in_session
 
@@ -27,14 +24,6 @@ def _sequence(connection: Connection) -> None:
     sequencer = Sequencer(broker_database(), uuid4())
     while sequencer.run_once(connection).appended:
         pass
-
-
-def undivide_inboxes() -> None:
-    """Make the inboxes again as `migrate` makes them, without rows."""
-    for alias in ("default", "other"):
-        with connections[alias].schema_editor() as editor:
-            editor.delete_model(InboxEntry)
-            editor.create_model(InboxEntry)
 
 
 @contextmanager

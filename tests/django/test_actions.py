@@ -33,7 +33,6 @@ from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.catalogue import ACTIONS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
-from outbox.contrib.django.ledger.partitions import list_partitions
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.limits import Limits
@@ -46,7 +45,7 @@ from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
-from tests.django.support import sequence, undivide_inboxes
+from tests.django.support import sequence
 from tests.part_apps import app_of, has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "no_events")
@@ -286,11 +285,6 @@ def _drop(world: World) -> Given:
     return {"force": "yes"}
 
 
-@case("partition_inbox", lambda world: list_partitions(connections["default"]) != [])
-def _partition(world: World) -> Given:
-    return {}
-
-
 @case("settle", rows("SELECT missing FROM outbox.comparison"))
 def _settle(world: World) -> Given:
     life = lives.current(world.run)
@@ -408,8 +402,6 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
         who = OperatorAction.objects.get().who
         assert who.endswith("(command)") is (door is by_command)
         OperatorAction.objects.all().delete()
-        if name == "partition_inbox":
-            undivide_inboxes()
     assert found[0][1]["outcome"] == "done" and found[0][1]["why"] == "a test"
     assert found[1:] in ([], found[:1])
 

@@ -44,8 +44,6 @@ RESYNC: Final = "sequencer.mid_resync"
 RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
 # test_claims_processes.py kills there.
 CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
-# test_inbox_partitions.py kills there.
-PARTITION_STEPS: Final = [point for point in faults.POINTS if point.startswith("partition.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
 
 
@@ -55,7 +53,7 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, UNIQUE_STEP, RESYNC]
+    elsewhere = [*CLAIM_STEPS, *RENAME_STEPS, UNIQUE_STEP, RESYNC]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 

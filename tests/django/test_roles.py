@@ -8,8 +8,6 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -31,9 +29,7 @@ from outbox.contrib.django import publish, publish_many, subscriber, transaction
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.engine.broker import flush, get_broker
-from outbox.contrib.django.ledger.ledger_checker import open_connection
-from outbox.contrib.django.ledger.partitions import make_ahead
-from outbox.contrib.django.ledger.pruning import prune_inboxes, run_prune
+from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.granting import grant, renew
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.settings.conf import get_settings
@@ -42,7 +38,7 @@ from outbox.errors import OutboxError
 from outbox.transaction import Decision, EndStatus, EndTransaction
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect, Order
-from tests.django.support import sequence, undivide_inboxes
+from tests.django.support import sequence
 from tests.django.test_poolers import behind
 from tests.part_apps import has
 from tests.pooler import PROGRAM, VERSIONS
@@ -460,7 +456,7 @@ def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None)
     [dry, real, *doctors] = commands
     printed = _run(dry)
     assert _as_owner("SELECT to_regrole('outbox_publish') IS NULL") == [(True,)]
-    shown, rights_of_the_shop, rights_of_the_page, _ = _blocks(PAGE, "sql")
+    shown, rights_of_the_shop, rights_of_the_page = _blocks(PAGE, "sql")
     assert [line for line in shown.splitlines() if line not in printed.splitlines()] == []
     assert _run(real) == printed
     for statements in (rights_of_the_shop, rights_of_the_page):
@@ -505,32 +501,3 @@ def test_the_commands_of_the_page_about_limits_run(databases: None) -> None:
     assert limit == 3000000
     _run("manage.py outbox_topic alter orders --backlog-limit 0")
     assert _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'") == [(None,)]
-
-
-def test_the_statements_of_the_page_let_a_worker_prune_an_inbox_with_partitions(logins_of_the_page: None) -> None:
-    _, real, *_ = [line for block in _blocks(PAGE, "sh") for line in block.splitlines() if line.startswith("manage.py")]
-    owner = connections["default"].settings_dict["USER"]
-    _run(real)
-    for alias in APPLICATION:
-        for (table,) in _as_owner(OF_OUTBOX, alias):
-            _as_owner(f"ALTER TABLE {table} OWNER TO shop_deploy", alias)
-    text = PAGE.read_text(encoding="utf-8")
-    [statements] = re.findall(r"begin of the owner of the inbox -->\n```sql\n(.*?)```", text, re.DOTALL)
-    now, day = datetime.now(UTC), timedelta(days=1)
-    try:
-        _connect_as(OF_THE_PAGE[Role.WORK])
-        with pytest.raises(CommandError, match="only its owner can change it"):
-            call_command("outbox_install", "--partition-inbox", "--no-input", stdout=StringIO())
-        for alias in APPLICATION:
-            _as_owner(statements, alias)
-        call_command("outbox_install", "--partition-inbox", "--no-input", stdout=StringIO())
-        with closing(open_connection("default")) as connection:
-            assert make_ahead(connection, now=now + 5 * day, width=day) > 0
-        assert prune_inboxes(older_than=now + 3 * day).partitions > 0
-        # The login of `migrate` may still change the table.
-        _connect_as(OF_THE_PAGE[Role.OWN])
-        with connections["default"].cursor() as cursor:
-            cursor.execute("ALTER TABLE outbox_inbox ADD COLUMN later integer")
-    finally:
-        _connect_as(owner)
-        undivide_inboxes()

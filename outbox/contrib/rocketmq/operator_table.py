@@ -42,7 +42,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
     "outbox_install": "",
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
-    "outbox_install --partition-inbox": "Pruning by age is enough, because RocketMQ keeps messages for days only.",
     "outbox_message list": "",
     "outbox_message show": "",
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "

@@ -1,4 +1,4 @@
-"""Actions on the tables: drop the broker, divide the inboxes, and settle what a comparison or an incident reports."""
+"""Actions on the tables: drop the broker, and settle what a comparison or an incident reports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.comparing import losses, settle_losses
-from outbox.contrib.django.operations.installation import (
-    partition_inboxes,
-    planned_partitions,
-    remove_broker,
-    remove_part,
-)
+from outbox.contrib.django.operations.installation import remove_broker, remove_part
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
 _PATIENCE: Final = Field(
@@ -69,32 +64,6 @@ def _drop_part(settings: OutboxSettings, part: str, given: Mapping[str, Any]) ->
         caution="This cannot be undone.",
         before={"lost": rows},
         do=do,
-    )
-
-
-# The conversion reads the former table twice. The estimate assumes that PostgreSQL reads so many bytes in a second.
-_READ_BYTES_PER_SECOND: Final = 300e6
-
-
-# The command declares its option --patience together with DROP.
-@action(
-    "partition_inbox",
-    "Put the inboxes of the application's databases into partitions",
-    "outbox_install --partition-inbox",
-    _PATIENCE,
-    permission=None,
-)
-def _partition(values: Values) -> ActionPlan:
-    found = {alias: one for alias, one in planned_partitions().items() if not one.is_partitioned}
-    seconds = 2 * sum(one.bytes for one in found.values()) / _READ_BYTES_PER_SECOND
-    return ActionPlan(
-        subject=f"inboxes on {', '.join(found) or 'no database'}",
-        effect=f"Put the inbox into partitions on: {', '.join(found) or 'no database'}.",
-        caution=f"Handlers wait while PostgreSQL reads the rows: about {seconds:.0f} s. Publishing does not wait. No "
-        "command takes the partitions away again.",
-        before={alias: f"about {one.rows:,} rows, {one.bytes / 1e6:,.0f} MB" for alias, one in found.items()},
-        nothing=not found,
-        do=lambda: {"changed": partition_inboxes(patience_seconds=values["patience"])},
     )
 
 

@@ -30,7 +30,7 @@ from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.ledger import claimed, handled, ledger, partitions
+from outbox.contrib.django.ledger import handled, ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
@@ -43,21 +43,17 @@ _BATCH: Final = 5000
 # The share of the time that sweeps may use to read a table again from its beginning.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
-# The pass that makes partitions ahead runs every ten minutes, so a partition covers at least this time.
-_SHORTEST_PARTITION_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """The numbers of rows that one pruning pass removed, and of partitions of the inbox that it dropped.
+    """The numbers of rows that one pruning pass removed.
 
-    `inbox` does not count the rows of dropped partitions. `of_parts` has the rows of parts, by table. `more` is true
-    if the pass ended before it had examined all tables.
+    `of_parts` has the rows of parts, by table. `more` is true if the pass ended before it had examined all tables.
     """
 
     ledger: int = 0
     inbox: int = 0
-    partitions: int = 0
     of_parts: Mapping[str, int] = field(default_factory=dict)
     more: bool = False
 
@@ -72,7 +68,6 @@ class _Part:
     removed: int = 0
     more: bool = False
     pruned_to: datetime | None = None
-    partitions: int = 0
 
 
 @dataclass(slots=True)
@@ -130,7 +125,6 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     return PruneCounts(
         ledger=ledgers.ledger,
         inbox=inboxes.inbox,
-        partitions=inboxes.partitions,
         of_parts=others.of_parts,
         more=ledgers.more or inboxes.more or others.more,
     )
@@ -187,7 +181,6 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> Pru
     return PruneCounts(
         ledger=sum(part.removed for part in ledger),
         inbox=sum(part.removed for part in inbox),
-        partitions=sum(part.partitions for part in inbox),
         more=any(part.more for part in (*ledger, *inbox)),
     )
 
@@ -317,68 +310,29 @@ def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: f
     if not router.allow_migrate_model(alias, InboxEntry):
         return _Part()
     with closing(open_connection(alias)) as connection:
-        dropped = _prune_partitions(connection, run, older_than, ends)
-        removed, pruned_to, more = 0, min(older_than, dropped.pruned_to or older_than), dropped.more
-        for table in partitions.tables_with_single_rows(partitions.list_partitions(connection)):
-            part = _prune_rows(connection, run, table, older_than, ends)
-            removed, more = removed + part.removed, more or part.more
-            pruned_to = min(pruned_to, part.pruned_to or older_than)
-        if not more:
-            _prune_claims(connection, run, older_than, ends)
-        return _Part(removed, more, pruned_to, dropped.partitions)
-
-
-def _prune_partitions(
-    connection: BaseDatabaseWrapper, run: Executor | None, older_than: datetime, ends: float
-) -> _Part:
-    """Make the partitions of the next time, and drop old ones. Without partitions, do nothing."""
-
-    def stored(first: UUID, stop: UUID, limit: int) -> Sequence[UUID]:
-        return [] if run is None else presence.stored_between(run, first, stop, limit)
-
-    partitions.make_ahead(connection, now=datetime.now(UTC), width=partition_width())
-    dropped = partitions.drop_old(connection, stored, older_than=older_than, ends=ends)
-    first = dropped.waiting.first if dropped.waiting else None
-    return _Part(0, dropped.more, moment_of(first) if first else None, dropped.partitions)
-
-
-def partition_width() -> timedelta:
-    """Return the time that one partition of the inbox covers."""
-    seconds = get_settings().inbox_retention_seconds / partitions.PER_RETENTION
-    return timedelta(seconds=max(_SHORTEST_PARTITION_SECONDS, seconds))
+        part = _prune_rows(connection, run, handled.INBOX, older_than, ends)
+        for table in () if part.more else handled.CLAIMS:
+            _prune_rows(connection, run, table, older_than, ends)
+        return part
 
 
 def _prune_rows(
-    connection: BaseDatabaseWrapper, run: Executor | None, table: str, older_than: datetime, ends: float
+    connection: BaseDatabaseWrapper, run: Executor | None, table: handled.Table, older_than: datetime, ends: float
 ) -> _Part:
-    """Remove single rows from the inbox or from one of its partitions."""
+    """Remove rows before `older_than` whose group cannot get the message again, until the time `ends`."""
     removed = 0
-    with _sweeping(connection.alias, table) as sweep:
+    with _sweeping(connection.alias, table.name) as sweep:
         while True:
-            batch = handled.oldest(connection, sweep.place, older_than=older_than, limit=_BATCH, table=table)
+            batch = handled.oldest(connection, table, sweep.place, older_than=older_than, limit=_BATCH)
             if batch:
                 gone = batch if run is None else _undeliverable(run, batch)
-                removed += handled.delete(connection, gone, table=table)
+                removed += handled.delete(connection, table, gone, older_than=older_than)
                 sweep.place = handled.place_behind(batch, is_stuck=not gone)
             if len(batch) < _BATCH:
                 _is_through(sweep)
                 return _Part(removed, False, older_than)
             if time.monotonic() >= ends:
                 return _Part(removed, True, handled.moment_of(sweep.place))
-
-
-def _prune_claims(connection: BaseDatabaseWrapper, run: Executor | None, older_than: datetime, ends: float) -> None:
-    """Remove claims and steps before `older_than` whose group cannot get the message again, until the time `ends`."""
-    for table in claimed.TABLES:
-        place: Any = None
-        while time.monotonic() < ends:
-            batch = claimed.oldest(connection, table, place, older_than=older_than, limit=_BATCH)
-            if batch:
-                gone = batch if run is None else _undeliverable(run, batch)
-                claimed.delete(connection, table, gone, older_than=older_than)
-                place = batch[-1].at
-            if len(batch) < _BATCH:
-                break
 
 
 def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[handled.Handled]:

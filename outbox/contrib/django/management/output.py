@@ -22,7 +22,7 @@ from outbox.utils.safe_text import for_people, inert
 # The exit code that a shell shows for a program that SIGPIPE has ended: 128 + 13.
 _CLOSED_PIPE: Final = 141
 # Options that choose a declared action, in commands without subcommands.
-_ACTING: Final = ("drop", "partition_inbox")
+_ACTING: Final = ("drop",)
 
 
 class OutboxCommand(BaseCommand):

@@ -72,8 +72,7 @@ DROP FUNCTION outbox_ledger_guard();
 }
 
 # By default, autovacuum waits until a fifth of a table is dead. Pruning deletes a fourteenth of the inbox each day, so
-# three days of deleted rows would wait for vacuum, and their space would not be used again before. An inbox with
-# partitions has no such setting: a storage parameter belongs to each partition (ledger/partitions.py).
+# three days of deleted rows would wait for vacuum, and their space would not be used again before.
 _INBOX = "ALTER TABLE outbox_inbox SET (autovacuum_vacuum_scale_factor = 0.05)"
 
 

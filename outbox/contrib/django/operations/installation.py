@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
@@ -18,7 +18,6 @@ from django.apps.registry import Apps
 from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
 from django.db import connections, router
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
@@ -40,10 +39,8 @@ from outbox.broker.schema.uninstall import drop_part, rows_of_part, uninstall
 from outbox.contrib.django.database.aliases import broker_database, database_at
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.engine.postgres import undelivered
-from outbox.contrib.django.ledger import ledger, partitions
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
-from outbox.contrib.django.ledger.partitions import Conversion
-from outbox.contrib.django.ledger.pruning import first_id_at, partition_width
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.operations.granting import renew
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import subscribers
@@ -51,8 +48,6 @@ from outbox.errors import OutboxError, SchemaError, UsageError
 from outbox.topic import Topic
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def after_migrate(
@@ -213,45 +208,6 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
                 f"the broker's tables in schema {settings.schema!r} on {settings.broker!r} were not changed: "
                 f"{str(error).strip()}. Run this command as a role that owns the tables and has CREATE on the database."
             ) from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Partitions of the inboxes (outbox/contrib/django/ledger/partitions.py).
-
-
-def planned_partitions() -> dict[str, Conversion]:
-    """Return the state of the inbox on each PostgreSQL alias that has one. Raises UsageError as `plan_conversion`."""
-    return {alias: _on_inbox(alias, partitions.plan_conversion) for alias in _inbox_aliases()}
-
-
-def partition_inboxes(*, patience_seconds: float) -> dict[str, bool]:
-    """Put the inbox of each PostgreSQL alias into partitions. Return by alias whether the call has changed it.
-
-    On an inbox that has partitions already, the call makes the partitions of the next two weeks. Raises UsageError.
-    """
-    width, now = partition_width(), datetime.now(UTC)
-
-    def change(connection: BaseDatabaseWrapper) -> bool:
-        if partitions.convert(connection, now=now, width=width, patience_seconds=patience_seconds):
-            return True
-        return partitions.make_ahead(connection, now=now, width=width) > 0
-
-    return {alias: _on_inbox(alias, change) for alias in _inbox_aliases()}
-
-
-def _inbox_aliases() -> list[str]:
-    from outbox.contrib.django.models import InboxEntry
-
-    return [
-        alias
-        for alias in ledger_aliases()
-        if connections[alias].vendor == "postgresql" and router.allow_migrate_model(alias, InboxEntry)
-    ]
-
-
-def _on_inbox(alias: str, work: Callable[[BaseDatabaseWrapper], T]) -> T:
-    with closing(open_connection(alias)) as connection:
-        return work(connection)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""`manage.py outbox_install [--grants | --drop | --partition-inbox]`: checks or installs the broker and its roles, or
-divides the inbox.
+"""`manage.py outbox_install [--grants | --drop]`: checks or installs the broker and its roles.
 
 On PostgreSQL the broker consists of tables. On the server of another engine, it consists of topics and groups.
 """
@@ -40,11 +39,6 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
         parser.add_argument(
-            "--partition-inbox",
-            action="store_true",
-            help="put the inboxes of the application's databases into partitions (PostgreSQL)",
-        )
-        parser.add_argument(
             "--create",
             nargs="?",
             const="",
@@ -71,11 +65,6 @@ class Command(OperatorCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
         creates = options["create"] is not None
-        if options["partition_inbox"]:
-            if options["drop"] or creates or options["grants"]:
-                raise CommandError("--partition-inbox cannot be used with --drop, --create or --grants: run it alone.")
-            self.act(ACTIONS["partition_inbox"], options)
-            return
         if (options["force"] or options["part"]) and not options["drop"]:
             given = "--force" if options["force"] else "--part"
             raise CommandError(f"{given} needs --drop: an installation deletes nothing.")
