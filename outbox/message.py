@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Generic
 from uuid import UUID, uuid5
@@ -31,10 +32,6 @@ else:
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One message to send: an encoded body, its topic and its routing.
@@ -58,20 +55,24 @@ class Message:
     deliver_at: datetime | None = None
     delay: timedelta | None = None
     shard: int | None = None
-    born_at: datetime = field(default_factory=_now)
+    born_at: datetime = field(default_factory=partial(datetime.now, UTC))
 
     def __post_init__(self) -> None:
         names.check_topic(self.topic)
         try:
-            names.check_key(self.key)
-            names.check_tag(self.tag)
+            # Each publish call runs these checks, so an empty text costs no call.
+            if type(self.key) is not str or self.key:
+                names.check_key(self.key)
+            if type(self.tag) is not str or self.tag:
+                names.check_tag(self.tag)
             if self.headers:
                 names.check_headers(self.headers)
         except InvalidName as error:
             raise InvalidName(f"message for topic {self.topic!r}: {error}") from None
         if not isinstance(self.body, bytes):
             raise InvalidMessage(f"the body for topic {self.topic!r} must be bytes; encode it with a codec first.")
-        names.check_body_size(self.topic, self.body)
+        if len(self.body) > names.MAX_BODY_BYTES:
+            names.check_body_size(self.topic, self.body)
         if TIMEOUT_HEADER in self.headers:
             _check_timeout(self.topic, self.headers[TIMEOUT_HEADER], self.timeout)
         if self.deliver_at is not None:
@@ -142,7 +143,7 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
         raise InvalidMessage(f"delay={delay!r:.80} for topic {topic!r} must be a timedelta.")
     if delay < timedelta(0):
         raise InvalidMessage(f"delay={delay!r} for topic {topic!r} must not be negative.")
-    if delay >= _LAST - _now():
+    if delay >= _LAST - datetime.now(UTC):
         raise InvalidMessage(f"delay={delay!r} for topic {topic!r} ends after {_LAST.date()}.")
 
 

@@ -6,7 +6,9 @@ And no other module uses a private name of a library.
 from __future__ import annotations
 
 import ast
+import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import outbox
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
+    initialized_connections,
     is_test_case,
     rollback_cause,
     running_tests,
@@ -31,7 +34,7 @@ PACKAGE = Path(outbox.__file__).parent
 DOCUMENTED = {"_meta", "_base_manager", "_state", "_exit", "_getframe", "_MSG_TIMED_OUT"}
 # The modules that may use private names, by their path below outbox/.
 PRIVATE = {
-    "contrib/django/database/django_internals.py": {"_from_testcase", "_TestState"},
+    "contrib/django/database/django_internals.py": {"_TestState", "_connections", "_storage"},
     # The only module that imports RocketMQ's library.
     "rocketmq/client.py": {
         *("_init_settings_event", "_receive", "_receive_req", "_retrieve_topic_route_data"),
@@ -78,6 +81,29 @@ def test_the_block_of_a_test_case_is_known() -> None:
         Case.doClassCleanups()
     # The block of the class, that of the test, and the test's own.
     assert seen == [True, True, False]
+
+
+@pytest.mark.usefixtures("application")
+def test_the_connections_of_a_thread_are_known() -> None:
+    for alias in connections:
+        connections[alias].ensure_connection()
+
+    def same() -> bool:
+        return {id(one) for one in initialized_connections()} == {id(one) for one in connections.all(True)}
+
+    def in_a_new_thread() -> tuple[int, bool, int]:
+        before = len(initialized_connections())
+        own = connections["default"]
+        return before, same(), len([one for one in initialized_connections() if one is own])
+
+    async def in_a_coroutine() -> bool:
+        return same()
+
+    assert same() and len(initialized_connections()) == len(list(connections))
+    assert asyncio.run(in_a_coroutine()), "a coroutine has connections of its own"
+    assert same(), "what asgiref keeps for coroutines is no connection"
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(in_a_new_thread).result() == (0, True, 1)
 
 
 @pytest.mark.usefixtures("application")

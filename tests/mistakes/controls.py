@@ -21,6 +21,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
 from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
+from outbox.contrib.django.engine.broker import CurrentEngine
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
 from outbox.contrib.django.subscribers import claims, inbox, outside
@@ -97,9 +98,11 @@ def report_every_commit(patch: pytest.MonkeyPatch) -> None:
 def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     """A ledger row that is not there is reported as ROLLBACK."""
 
-    def after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
-        is_there = half.transaction_id in ends._in_ledger(connections[alias], halves)
-        ends._end_soon(half, Decision.COMMIT if is_there else Decision.ROLLBACK)
+    def after_commit(
+        connection: BaseDatabaseWrapper, current: CurrentEngine, half: HalfTransaction, halves: BlockHalves
+    ) -> None:
+        is_there = half.transaction_id in ends._in_ledger(connection, halves)
+        ends._end_soon(current.broker, half, Decision.COMMIT if is_there else Decision.ROLLBACK)
 
     patch.setattr(ends, "_after_commit", after_commit)
 

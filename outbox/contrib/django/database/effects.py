@@ -33,7 +33,7 @@ class RefusedWrites:
 
 
 # Set while the writes of a handler are refused. Steps run in the context of the handler, too.
-_refused: ContextVar[RefusedWrites | None] = ContextVar("outbox_refused_effects", default=None)
+refused_writes: ContextVar[RefusedWrites | None] = ContextVar("outbox_refused_effects", default=None)
 
 _SPACE: Final = r"[\s(]*"
 _READS: Final = re.compile(
@@ -52,7 +52,7 @@ _FIRST_WORD: Final = re.compile(rf"{_SPACE}(\w+)", re.DOTALL)
 
 def refuse(what: str) -> None:
     """Raise TransactionUsageError if the caller is a handler that may not write now. `what` names the effect."""
-    if (refusals := _refused.get()) is not None:
+    if (refusals := refused_writes.get()) is not None:
         error = TransactionUsageError(
             f"{refusals.name}: {what} was not done, because the handler has effects='outside' and no open "
             "transaction. A write here would stay although the attempt fails. Move it into `with delivery.finish():`, "
@@ -63,12 +63,6 @@ def refuse(what: str) -> None:
         raise error
 
 
-def refuse_publish(topic: str) -> None:
-    """Raise TransactionUsageError if the caller is a handler that may not publish now."""
-    if _refused.get() is not None:
-        refuse(f"publish to {topic!r}")
-
-
 class _Guard:
     """An execute wrapper of Django that refuses the statements of a handler that may not write now."""
 
@@ -76,7 +70,7 @@ class _Guard:
         self._alias = alias
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        if _refused.get() is not None and (word := written(statement_text(sql, context["connection"]))):
+        if refused_writes.get() is not None and (word := written(statement_text(sql, context["connection"]))):
             refuse(f"{word} on {self._alias!r}")
         return execute(sql, params, many, context)
 
@@ -99,11 +93,11 @@ def refused(refusals: RefusedWrites) -> Iterator[None]:
     guards = [(connection, _Guard(connection.alias)) for connection in connections.all()]
     for connection, guard in guards:
         connection.execute_wrappers.append(guard)
-    token = _refused.set(refusals)
+    token = refused_writes.set(refusals)
     try:
         yield
     finally:
-        _refused.reset(token)
+        refused_writes.reset(token)
         for connection, guard in guards:
             connection.execute_wrappers.remove(guard)
 
@@ -111,8 +105,8 @@ def refused(refusals: RefusedWrites) -> Iterator[None]:
 @contextmanager
 def allowed() -> Iterator[None]:
     """Inside the block, allow writes and publish calls again."""
-    token = _refused.set(None)
+    token = refused_writes.set(None)
     try:
         yield
     finally:
-        _refused.reset(token)
+        refused_writes.reset(token)

@@ -45,13 +45,23 @@ def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
     return running_tests() and connection.alias == NO_DB_ALIAS
 
 
+# The last use that was allowed: the alias, the guard of the running test, and the name of the database. A publish call
+# compares them, because to ask the guard takes as long as half of the call.
+_allowed: tuple[Any, ...] = ()
+
+
 def refuse_in_tests(alias: str) -> None:
     """Raise ConfigurationError if the running test must not use the database of `alias`. Opens no connection."""
-    if not running_tests() or alias not in connections:
+    global _allowed
+    if not running_tests() or alias not in connections.settings:
         # The code that uses the alias will report that the alias is missing.
+        return
+    use = (alias, BaseDatabaseWrapper.ensure_connection, connections.settings[alias]["NAME"])
+    if use == _allowed:
         return
     if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
         raise _refusal(alias, forbidden)
+    _allowed = use
 
 
 def guarded_off(alias: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg import Connection
+from psycopg import Connection, pq
 
 from outbox.broker.database.sender import Row, can_send, prepared_on, send_one, send_text
 from outbox.broker.database.statement import UUID_, Statement
@@ -20,6 +20,22 @@ from outbox.contrib.django.database.transactions import is_watched, watch_of
 
 # The statements of this module name no schema.
 _NO_SCHEMA: Final = "public"
+IDLE: Final = pq.TransactionStatus.IDLE
+_BEGIN: Final = Statement("BEGIN")
+
+
+def begin(raw: Connection[Any]) -> None:
+    """Begin the transaction of an open block that has executed no statement, as psycopg would do now.
+
+    The next statements then need no cursor of psycopg. If BEGIN needs options, or in a pipeline, psycopg has to send
+    it. Raises psycopg.Error.
+    """
+    if (
+        not raw.autocommit
+        and not raw.pgconn.pipeline_status
+        and (raw.isolation_level, raw.read_only, raw.deferrable) == (None, None, None)
+    ):
+        send_text(raw, _BEGIN.text.encode(), _BEGIN)
 
 
 def rows_of(connection: BaseDatabaseWrapper, statement: Statement, ids: UUID | list[UUID]) -> list[Row]:
@@ -31,7 +47,11 @@ def rows_of(connection: BaseDatabaseWrapper, statement: Statement, ids: UUID | l
     watch = watch_of(connection)
     raw = connection.connection
     text = statement.text
-    if is_watched(connection, watch) or not isinstance(raw, Connection) or not can_send(raw):
+    is_ours = isinstance(raw, Connection) and not is_watched(connection, watch)
+    if is_ours and connection.in_atomic_block and raw.pgconn.transaction_status == IDLE:
+        with connection.wrap_database_errors:
+            begin(raw)
+    if not is_ours or not can_send(raw):
         with connection.cursor() as cursor:
             cursor.execute(text.replace("$1", "%s"), [ids])
             found: list[Row] = cursor.fetchall()
@@ -45,6 +65,9 @@ def rows_of(connection: BaseDatabaseWrapper, statement: Statement, ids: UUID | l
             return send_text(raw, text.replace("$1", _constant(ids)).encode(), statement)
 
     connection.validate_thread_sharing()
+    if watch.traces is None:
+        watch.note_own(text)
+        return execute()
     rows: list[Row] = watch(execute, text, [ids], False, {})
     return rows
 

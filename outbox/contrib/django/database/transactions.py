@@ -20,6 +20,7 @@ from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
+    initialized_connections,
     is_test_case,
     rollback_cause,
     set_rollback_cause,
@@ -111,11 +112,6 @@ class BlockHalves:
     ids: list[UUID] = field(default_factory=list)
     in_ledger: set[UUID] | None = None
 
-    def add(self, transaction_id: UUID) -> None:
-        """Add a transaction, and discard the result of the earlier look-up."""
-        self.ids.append(transaction_id)
-        self.in_ledger = None
-
 
 @dataclass(slots=True)
 class BlockTraces:
@@ -170,11 +166,12 @@ class BlockWatch:
         """Check a statement, then execute it (see "Database instrumentation" in Django's documentation)."""
         if not (isinstance(sql, str) and sql.startswith("SELECT")):
             self.written += 1
-        if not (isinstance(sql, str) and sql.startswith(_OF_ORM) and "set_config" not in sql):
+        is_of_orm = isinstance(sql, str) and sql.startswith(_OF_ORM)
+        if not is_of_orm or "set_config" in sql:
             self._note_session(statement_text(sql, self._connection))
         if self._connection.in_atomic_block:
-            word = _ending_statement(sql, self._connection)
-            if word:
+            # A statement of the ORM ends no transaction, unless another statement follows it.
+            if (not is_of_orm or ";" in sql) and (word := _ending_statement(sql, self._connection)):
                 self._note_end(word)
             self._started = True
             if self.traces is not None:
@@ -226,6 +223,13 @@ class BlockWatch:
         """Record that a statement outside of Django's cursors began the block's transaction."""
         self._started = True
 
+    def note_own(self, text: str) -> None:
+        """Record a statement of this package that Django's cursors do not execute, and that ends no transaction."""
+        if not text.startswith("SELECT"):
+            self.written += 1
+        if self._connection.in_atomic_block:
+            self._started = True
+
     def _note_end(self, word: str) -> None:
         if self._bound_to:
             raise TransactionUsageError(
@@ -240,13 +244,18 @@ class BlockWatch:
         self._bound_to = self._bound_to or what
 
     def what_ended(self) -> str:
-        """The reason why the block's transaction has ended or cannot commit, or ''."""
+        """The reason why the block's transaction has ended or cannot commit, or ''.
+
+        Raises psycopg.Error if a statement in a psycopg pipeline has failed.
+        """
         if self._ended:
             return f"{self._ended} was executed by hand inside the block"
         if self._is_lost:
             return "the server rolled the transaction back after a deadlock or a lock timeout"
         raw = self._connection.connection
         if isinstance(raw, Connection):
+            if raw.pgconn.pipeline_status:
+                sync_pipeline(self._connection)
             status = raw.pgconn.transaction_status
             if status == _IN_ERROR:
                 return "a statement in the block failed, and its error was caught, so PostgreSQL will roll back"
@@ -330,7 +339,6 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
             "error leave the block, or put the code that may fail into an inner atomic()."
         ) from rollback_cause(connection)
     try:
-        sync_pipeline(connection)
         reason = watch.what_ended()
     except DriverError as error:
         reason = f"a statement in the psycopg pipeline failed ({str(error).strip()})"
@@ -423,18 +431,20 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
         connection = connections[using]
         _refuse_manual_commit(connection)
         return connection if in_transaction(connection) else None
-    opened = connections.all(initialized_only=True)
-    for connection in opened:
-        if connection.connection is not None:
+    # Each publish call runs this loop, so it calls no function for an ordinary block.
+    found: list[BaseDatabaseWrapper] = []
+    for connection in initialized_connections():
+        if connection.connection is not None and not (connection.in_atomic_block and connection.commit_on_exit):
             _refuse_manual_commit(connection)
-    candidates = [connection for connection in opened if in_transaction(connection)]
-    if len(candidates) > 1:
-        aliases = ", ".join(repr(connection.alias) for connection in candidates)
+        if not all(map(is_test_case, connection.atomic_blocks)):
+            found.append(connection)
+    if len(found) > 1:
+        aliases = ", ".join(sorted(repr(connection.alias) for connection in found))
         raise TransactionUsageError(
             f"transactions are open on {aliases}: name the alias of the transaction that the message belongs to: "
             "publish(…, using=…)."
         )
-    return candidates[0] if candidates else None
+    return found[0] if found else None
 
 
 @contextmanager
@@ -491,7 +501,7 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
         # database.
         manual = not connection.settings_dict["AUTOCOMMIT"]
     else:
-        manual = not connection.get_autocommit()
+        manual = not connection.autocommit
     if not manual and begun_by_hand(connection):
         raise TransactionUsageError(
             f"a transaction was begun by hand on {connection.alias!r}, and outbox cannot see when it commits: put "

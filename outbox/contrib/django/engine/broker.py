@@ -37,7 +37,7 @@ class CurrentEngine:
     def __init__(self, settings: OutboxSettings) -> None:
         self.settings = settings
         self.has_database = settings.has_database
-        self.place = self._place()
+        self.place = _place(settings)
         self.engine = engine_of(settings)
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
@@ -50,9 +50,6 @@ class CurrentEngine:
         # For each alias: the last time (time.monotonic) at which this process recorded that the alias does not lead to
         # the broker.
         self.path_reports: dict[str, float] = {}
-
-    def _place(self) -> tuple[object, ...]:
-        return place_named_by(self.settings.broker) if self.has_database else ()
 
     def broker_to_use(self) -> Broker:
         """The broker. Raises ConfigurationError if the running test must not use its database."""
@@ -68,9 +65,9 @@ class CurrentEngine:
         """The key of an alias in `paths`."""
         return self.place if self.has_database and alias == self.settings.broker else place_named_by(alias)
 
-    def is_for(self, settings: OutboxSettings) -> bool:
-        """Whether the settings are the same, and the broker's alias leads to the same database."""
-        return self.settings is settings and (not self.has_database or place_named_by(settings.broker) == self.place)
+
+def _place(settings: OutboxSettings) -> tuple[object, ...]:
+    return place_named_by(settings.broker) if settings.has_database else ()
 
 
 _current: CurrentEngine | None = None
@@ -93,10 +90,15 @@ def current_engine() -> CurrentEngine:
     global _current
     settings = get_settings()
     current = _current
-    if current is not None and current.is_for(settings):
+    # The alias may lead to another database than before, as in a test run.
+    if (
+        current is not None
+        and current.settings is settings
+        and (not current.has_database or place_named_by(settings.broker) == current.place)
+    ):
         return current
     with _lock:
-        if _current is None or not _current.is_for(settings):
+        if _current is None or _current.settings is not settings or _current.place != _place(settings):
             if _current is not None:
                 _current.broker.close()
             _current = CurrentEngine(settings)

@@ -25,7 +25,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity, find_mark, marked
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.aliases import broker_database, place_named_by
 from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.engine.broker import CurrentEngine
 from outbox.contrib.django.settings.conf import OutboxSettings
@@ -34,42 +34,39 @@ from outbox.errors import OutboxError, SendFailed, WrongDatabase
 logger = logging.getLogger(__name__)
 
 
-def takes_atomic_path(connection: BaseDatabaseWrapper, current: CurrentEngine) -> bool:
-    """Whether this connection's open transaction writes the messages itself (the atomic path).
+def proven_server(connection: BaseDatabaseWrapper, current: CurrentEngine) -> ServerIdentity | None:
+    """The broker's server if this connection's open transaction writes the messages itself, else None.
 
-    That is so if the connection reaches the broker's own database; otherwise publishing takes the two-phase path.
+    The transaction writes them (the atomic path) if the connection reaches the broker's own database; otherwise
+    publishing takes the two-phase path.
     Raises WrongDatabase if OUTBOX['BROKER'] names the alias of this connection, but the connection does not reach the
     broker. Raises BrokerUnavailable or SendFailed if the path could not be determined.
     """
     settings = current.settings
-    if not settings.has_database or connection.vendor != "postgresql":
-        return False
+    if not current.has_database or connection.vendor != "postgresql":
+        return None
     refuse_in_tests(settings.broker)
     paths = current.paths
-    named = current.place_of(connection.alias)
+    named = current.place if connection.alias == settings.broker else place_named_by(connection.alias)
     if named not in paths:
         proven = prove(connection, settings)
         if proven is None and connection.alias == settings.broker:
             raise _reported(_elsewhere(connection, settings), connection.alias, current)
         paths.setdefault(named, proven)
-    return paths[named] is not None
+    return paths[named]
 
 
 def confirm(connection: BaseDatabaseWrapper, current: CurrentEngine, place: ServerIdentity) -> None:
     """Verify that this connection has written its row into the broker's own database.
 
-    `place` is the server that stored the row. If `place` is the proven server, the verification costs nothing. If
-    `place` is another server (after a restart, or because the connection now leads to another server), the function
-    repeats the proof in the same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker is not
-    on that server; after this error the transaction must not commit.
+    Call it if `place`, which stored the row, is not the proven server: after a restart, or because the connection
+    now leads to another server. The function repeats the proof in the same transaction. Raises the errors of `prove`.
+    Raises WrongDatabase if the broker is not on that server; after this error the transaction must not commit.
     """
-    named = current.place_of(connection.alias)
-    if current.paths.get(named) == place:
-        return
     settings = current.settings
     if prove(connection, settings) != place:
         raise _reported(_elsewhere(connection, settings), connection.alias, current)
-    current.paths[named] = place
+    current.paths[current.place_of(connection.alias)] = place
 
 
 def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:

@@ -18,7 +18,6 @@ from django.db.utils import DatabaseError, IntegrityError, OperationalError, Pro
 from outbox.contrib.django.database.transactions import is_missing_table
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import open_connection
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack
 from outbox.message import Message
 
@@ -30,15 +29,16 @@ _Ledger = tuple[int | None, UUID]
 
 # The ledgers that a new connection of an alias has reached. An id always names the same ledger, so this set keeps its
 # entries until the process ends.
-_reachable: Final[set[tuple[str, _Ledger]]] = set()
+_reachable: Final[set[tuple[str, int | None, int]]] = set()
 
 
-def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
+def enter(connection: BaseDatabaseWrapper, first: Message, *, in_memory: bool) -> tuple[str, UUID]:
     """Write the ledger row of a publish call. Returns the row's `xid` and the ledger's id.
 
-    `first` is the first message of the call; its id is the transaction id. Raises TransactionAlreadyRolledBack if the
-    ledger has a tombstone. Raises ConfigurationError if the ledger is missing or check-back could not find it. After an
-    exception, the caller must roll back the surrounding block.
+    `first` is the first message of the call; its id is the transaction id. With a broker `in_memory`, check-back uses
+    no other connection. Raises TransactionAlreadyRolledBack if the ledger has a tombstone. Raises ConfigurationError if
+    the ledger is missing or check-back could not find it. After an exception, the caller must roll back the surrounding
+    block.
     """
     alias = connection.alias
     try:
@@ -61,20 +61,22 @@ def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
             f"the ledger on {alias!r} has no identity (the database was flushed?): run "
             f"`manage.py migrate --database={alias}`. Nothing was published."
         )
-    if connection.vendor == "postgresql" and not get_settings().in_memory:
-        _refuse_unreachable(alias, (entered.table_oid, entered.ledger_id))
+    if connection.vendor == "postgresql" and not in_memory:
+        # Python hashes the number of an id faster than the id.
+        known = (alias, entered.table_oid, entered.ledger_id.int)
+        if known not in _reachable and _is_reachable(alias, (entered.table_oid, entered.ledger_id)):
+            _reachable.add(known)
     return entered.xid, entered.ledger_id
 
 
-def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
-    if (alias, entered) in _reachable:
-        return
+def _is_reachable(alias: str, entered: _Ledger) -> bool:
+    """Whether check-back reaches this ledger; False if this could not be found out."""
     try:
         found = _reached_from_outside(alias)
     except DatabaseError as error:
         # The publish call can continue, because the half message names the ledger in which the row of this call is.
         logger.warning("the ledger of %r could not be read on another connection: %s", alias, error)
-        return
+        return False
     if found != entered:
         raise ConfigurationError(
             f"the search_path of this connection leads to another ledger than a new connection of {alias!r}, "
@@ -82,7 +84,7 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
             f"every search_path (public), or give each schema an alias of its own in DATABASES. Nothing was "
             f"published."
         )
-    _reachable.add((alias, entered))
+    return True
 
 
 def _reached_from_outside(alias: str) -> _Ledger | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
 
-from django.db import InternalError, connections
+from django.db import InternalError
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
@@ -33,10 +33,11 @@ from outbox.contrib.django.database.transactions import (
     sync_pipeline,
     watch_of,
 )
-from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.engine.broker import CurrentEngine, get_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.message import SendReceipt
+from outbox.ports import Broker
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 from outbox.utils import log_context
 from outbox.utils.faults import point
@@ -64,19 +65,24 @@ class Published:
         return any(receipt.duplicate_of is None for receipt in self.receipts)
 
 
-def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) -> None:
-    """Report the decision of `half` after the open block has committed."""
-    halves = watch_of(connection).halves
-    halves.add(half.transaction_id)
-    connection.on_commit(partial(_after_commit, connection.alias, half, halves), robust=True)
+def report_after_commit(
+    connection: BaseDatabaseWrapper, current: CurrentEngine, halves: BlockHalves, half: HalfTransaction
+) -> None:
+    """Report the decision of `half`, one of the open block's `halves`, after the block has committed."""
+    halves.ids.append(half.transaction_id)
+    # The result of an earlier look-up does not have this transaction.
+    halves.in_ledger = None
+    connection.on_commit(partial(_after_commit, connection, current, half, halves), robust=True)
 
 
-def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
+def _after_commit(
+    connection: BaseDatabaseWrapper, current: CurrentEngine, half: HalfTransaction, halves: BlockHalves
+) -> None:
     point("producer.after_local_commit")
-    if half.transaction_id in _in_ledger(connections[alias], halves):
-        _end_soon(half, Decision.COMMIT)
+    if half.transaction_id in _in_ledger(connection, halves):
+        _end_soon(current.broker_at_commit(), half, Decision.COMMIT)
     else:
-        _check_soon(half.transaction_id)
+        current.broker_at_commit().hint_one_way(half.transaction_id)
 
 
 def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
@@ -179,9 +185,9 @@ def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
     Call this function after a block of this package has ended without a commit.
     """
     if _is_rolled_back(connection, half, xid):
-        _end_soon(half, Decision.ROLLBACK)
+        _end_soon(get_broker(), half, Decision.ROLLBACK)
     else:
-        _check_soon(half.transaction_id)
+        get_broker().hint_one_way(half.transaction_id)
 
 
 def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
@@ -204,13 +210,9 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
         return False
 
 
-def _end_soon(half: HalfTransaction, decision: Decision) -> None:
+def _end_soon(broker: Broker, half: HalfTransaction, decision: Decision) -> None:
     """Report a decision to the broker without waiting for the answer."""
     if tracing.tracer is not None:
         tracing.tracer.decided(half, decision)
     end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)
-    get_broker().end_one_way(end)
-
-
-def _check_soon(transaction_id: UUID) -> None:
-    get_broker().hint_one_way(transaction_id)
+    broker.end_one_way(end)

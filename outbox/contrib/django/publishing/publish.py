@@ -15,7 +15,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -31,12 +31,15 @@ from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
 from outbox import tracing
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
 from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.database.statements import IDLE, begin
 from outbox.contrib.django.database.transactions import (
+    BlockWatch,
     current_transaction,
     failing_takes_the_block_along,
     in_test_case,
@@ -47,7 +50,7 @@ from outbox.contrib.django.database.transactions import (
 )
 from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
-from outbox.contrib.django.engine.path import confirm, takes_atomic_path
+from outbox.contrib.django.engine.path import confirm, proven_server
 from outbox.contrib.django.ledger import ledger_entry
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
@@ -62,7 +65,6 @@ from outbox.errors import (
 from outbox.hooks import Draft, Option
 from outbox.message import Message, MessageWithOptions, SendReceipt
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
-from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
 from outbox.utils import measures
 from outbox.utils.faults import point
@@ -262,7 +264,10 @@ def publish_bound(
     back the block. The broker may have stored the half message before the error. Check-back rolls this half message
     back, because its ledger row is missing.
     """
-    terms, current = _HalfTerms(checker, immunity_seconds, producer), current or current_engine()
+    current = current or current_engine()
+    terms = _ORDINARY
+    if checker or immunity_seconds is not None or producer is not None:
+        terms = _HalfTerms(checker, immunity_seconds, producer)
     if tracing.tracer is None:
         return _publish(current, messages, using, terms, at_once)
     with tracing.tracer.publishing(messages) as traced:
@@ -273,7 +278,8 @@ def _publish(
     current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool
 ) -> Published:
     first = messages[0]
-    effects.refuse_publish(first.topic)
+    if effects.refused_writes.get() is not None:
+        effects.refuse(f"publish to {first.topic!r}")
     connection = current_transaction(using)
     if terms.immunity_seconds is not None:
         check_immunity(first.topic, terms.immunity_seconds)
@@ -287,19 +293,19 @@ def _publish(
     watch.bind(f"the message for topic {first.topic!r}")
     started = time.perf_counter()
     try:
-        is_atomic = takes_atomic_path(connection, current)
-        path = _publish_atomic if is_atomic else _publish_two_phase
-        if any(isinstance(item, MessageWithOptions) for item in messages):
-            published = _publish_admitted(path, connection, current, messages, terms)
+        server = proven_server(connection, current)
+        path: _Path = _publish_two_phase if server is None else functools.partial(_publish_atomic, server)
+        if MessageWithOptions in map(type, messages):
+            published = _publish_admitted(path, connection, current, watch, messages, terms)
         else:
-            published = path(connection, current, messages, terms)
+            published = path(connection, current, watch, messages, terms)
     except Exception as error:
         _report_failure(messages, started, error)
         # `naming` is entered only after an error, because most calls succeed.
         with naming(what(), connection):
             raise
     if measures.recorder is not None:
-        _report_duration(published, "atomic" if is_atomic else "two_phase", started)
+        _report_duration(published, "two_phase" if server is None else "atomic", started)
     return published
 
 
@@ -315,7 +321,7 @@ def _publish_at_once(
     started = time.perf_counter()
     timeout_seconds = settings.send_timeout_seconds
     try:
-        with _sending(current, messages):
+        with _sending(current.body_steps, messages):
             receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
     except Exception as error:
         _report_failure(messages, started, error)
@@ -343,13 +349,14 @@ def _report_failure(messages: Sequence[Message], started: float, error: Exceptio
 # -- messages with options ---------------------------------------------------------------------------
 
 
-_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, Sequence[Message], "_HalfTerms"], Published]
+_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_HalfTerms"], Published]
 
 
 def _publish_admitted(
     path: _Path,
     connection: BaseDatabaseWrapper,
     current: CurrentEngine,
+    watch: BlockWatch,
     messages: Sequence[Message],
     terms: _HalfTerms,
 ) -> Published:
@@ -358,13 +365,13 @@ def _publish_admitted(
     The FIFO keys are locked first. If they were locked after what an option locks, this transaction could hold the lock
     of the option and wait for a FIFO key, while the transaction with the FIFO key waits for the lock of the option.
     """
-    _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
-    if (traces := watch_of(connection).traces) is not None:
-        traces.has_key_locks = True
+    _lock_declared_keys(connection, current, messages)
+    if watch.traces is not None:
+        watch.traces.has_key_locks = True
     duplicates = _duplicates(connection, messages)
     point("producer.after_options")
     left = [item for item in messages if item.message_id not in duplicates]
-    published = path(connection, current, left, terms) if left else Published([])
+    published = path(connection, current, watch, left, terms) if left else Published([])
     stored = {receipt.message_id: receipt for receipt in published.receipts}
     transaction_id = next((receipt.transaction_id for receipt in published.receipts), messages[0].message_id)
     receipts = [
@@ -398,12 +405,25 @@ def _duplicates(connection: BaseDatabaseWrapper, messages: Sequence[Message]) ->
 
 
 def _publish_atomic(
-    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
+    server: ServerIdentity,
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
 ) -> Published:
     raw: psycopg.Connection[Any] = connection.connection
     settings, catalog = current.settings, current.catalog
+    keys: list[tuple[str, str]] = []
     try:
-        _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
+        if raw.pgconn.transaction_status == IDLE:
+            begin(raw)
+        for item in messages:
+            topic = catalog.get(raw, item.topic).topic
+            if topic.key_lock and topic.is_fifo:
+                keys.append((item.topic, item.key))
+        if keys:
+            lock_keys(connection, keys)
         run = Executor(raw, settings.schema)
         for step in current.body_steps:
             step.before_append(run, messages)
@@ -417,7 +437,8 @@ def _publish_atomic(
         raise
     if _has_failed:
         _note_success()
-    confirm(connection, current, place)
+    if place != server:
+        confirm(connection, current, place)
     connection.on_commit(functools.partial(_wake_after_commit, current), robust=True)
     return Published(receipts)
 
@@ -455,27 +476,40 @@ class _HalfTerms:
     producer: ProducerEpoch | None
 
 
+_ORDINARY: Final = _HalfTerms("", None, None)
+
+
 def _publish_two_phase(
-    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
 ) -> Published:
     rows = current.engine.store_rows(connection, messages)
     if rows is None:
-        return _publish_halves(connection, current, messages, terms)
+        return _publish_halves(connection, current, watch, messages, terms)
     halves = [item for item in messages if item.message_id not in rows.receipts]
-    published = _publish_halves(connection, current, halves, terms) if halves else Published([])
+    published = _publish_halves(connection, current, watch, halves, terms) if halves else Published([])
     receipts = {**rows.receipts, **{one.message_id: one for one in published.receipts}}
     return replace(published, receipts=[receipts[item.message_id] for item in messages], are_there=rows.are_there)
 
 
 def _publish_halves(
-    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
 ) -> Published:
     settings = current.settings
-    group = settings.required_producer_group()
+    group = settings.producer_group or settings.required_producer_group()
     if not settings.in_memory and in_test_case(connection):
         raise leak_from_test(f"a half message for {messages[0].topic!r}")
-    _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
-    xid, ledger_id = _enter_in_ledger(connection, messages[0])
+    _lock_declared_keys(connection, current, messages)
+    point("producer.before_ledger")
+    xid, ledger_id = ledger_entry.enter(connection, messages[0], in_memory=settings.in_memory)
+    point("producer.after_ledger")
     half = HalfTransaction(
         producer_group=group,
         messages=messages,
@@ -485,54 +519,36 @@ def _publish_halves(
         producer=terms.producer,
     )
     point("producer.before_half")
-    with _sending(current, messages):
-        receipts = current.broker_to_use().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    send, timeout_seconds = current.broker_to_use().send_half, settings.send_timeout_seconds
+    if current.body_steps:
+        with _sending(current.body_steps, messages):
+            receipts = send(half, timeout_seconds=timeout_seconds)
+    else:
+        receipts = send(half, timeout_seconds=timeout_seconds)
     point("producer.after_half")
-    report_after_commit(connection, half)
+    report_after_commit(connection, current, watch.halves, half)
     return Published(receipts, half, xid)
 
 
-def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
-    point("producer.before_ledger")
-    entered = ledger_entry.enter(connection, first)
-    point("producer.after_ledger")
-    return entered
-
-
-_NOTHING: Final = nullcontext()
-
-
-def _sending(current: CurrentEngine, messages: Sequence[Message]) -> AbstractContextManager[None]:
-    """The block in which the broker stores the messages."""
-    return _in_all_steps(current.body_steps, messages) if current.body_steps else _NOTHING
-
-
 @contextmanager
-def _in_all_steps(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
+def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
+    """The block in which the broker stores the messages."""
     with ExitStack() as stack:
         for step in steps:
             stack.enter_context(step.while_sending(messages))
         yield
 
 
-# -- both paths ---------------------------------------------------------------------------------------
-
-
-def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], messages: Sequence[Message]) -> None:
-    keys = [
-        (item.topic, item.key) for topic, item in zip(topics, messages, strict=True) if topic.is_fifo and topic.key_lock
-    ]
+def _lock_declared_keys(connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message]) -> None:
+    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic."""
+    keys: list[tuple[str, str]] = []
+    for item in messages:
+        declared = current.settings.topics.get(item.topic)
+        topic = current.broker_to_use().topic(item.topic) if declared is None else declared.topic
+        if topic.key_lock and topic.is_fifo:
+            keys.append((item.topic, item.key))
     if keys:
         lock_keys(connection, keys)
-
-
-def _topic(current: CurrentEngine, name: str) -> Topic:
-    """Return the topic as the settings declare it, or as the broker has stored it if no setting declares it.
-
-    Raises UnknownTopic.
-    """
-    declared = current.settings.topics.get(name)
-    return current.broker_to_use().topic(name) if declared is None else declared.topic
 
 
 # -- messages --------------------------------------------------------------------------------------
