@@ -20,11 +20,10 @@ from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
-from .judging import classify
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .output.table import FindingsTable
-from .rules.rule import Rule
+from .rules.rule import FAULTS, Rule
 from .session import settings_of_a_run
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary, released
@@ -172,7 +171,7 @@ def _confirm(
     progress: Progress,
 ) -> tuple[list[ConfirmedRule], list[SourceBoundary]]:
     """The second look at all rules, under new snapshots. If no rule has a suspect, the function takes no snapshot."""
-    if still_open is None and not any(each.saw(*classify.FAULTS) for each in scanned):
+    if still_open is None and not any(each.saw(*FAULTS) for each in scanned):
         progress.say("stage confirm: nothing to look at again")
         return [ConfirmedRule(each) for each in scanned], []
     with progress.step("stage confirm: collecting suspects"), readable_errors("collecting suspects"):

@@ -16,8 +16,8 @@ from outbox import errors
 from outbox.contrib.django import message, subscriber, transactional_message
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.schedules import scheduled
-from spark.judging.classify import FAULTS, FindingClass
 from spark.judging.remedies import REMEDIES
+from spark.rules.rule import FAULTS, FindingClass
 from tests.part_apps import command_files
 from tests.wheel import ROOT
 

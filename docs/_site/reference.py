@@ -26,8 +26,8 @@ from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.summary import Overview, Summary
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import PrometheusRecorder
-from spark.judging.classify import FAULTS, FindingClass
 from spark.judging.remedies import REMEDIES
+from spark.rules.rule import FAULTS, FindingClass
 
 _DOCS: Final = Path(__file__).parent.parent
 

@@ -18,13 +18,12 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 
 from ..common.safe_text import mask_passwords
-from . import classify
-from .classify import FindingClass
+from ..rules.rule import CLASSES, FindingClass
 from .detail import DELIVERY_TEXTS
 from .remedies import REMEDIES, UUID
 
 _SEVERITIES: Final = ("critical", "warning", "info")
-_ORDER: Final = {name.value: place for place, name in enumerate(classify.CLASSES)}
+_ORDER: Final = {name.value: place for place, name in enumerate(CLASSES)}
 # The classes for which a plan has a step that `outbox_repair` applies.
 _MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
 # The classes whose detail is the column that differs.

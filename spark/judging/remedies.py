@@ -9,7 +9,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from .classify import FindingClass
+from ..rules.rule import FindingClass
 
 UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..common.store import Store
-from ..judging import classify
+from ..rules.rule import FAULTS, FindingClass
 
 COUNTS: Final = "counts"
 FINDINGS: Final = "findings"
@@ -38,10 +38,10 @@ SCHEMAS: Final = {
         ]
     ),
 }
-_FAULTS: Final = [name.value for name in classify.FAULTS]
-_CLOSED: Final = [classify.FindingClass.RECOVERED.value, classify.FindingClass.EXPIRED.value]
+_FAULTS: Final = [name.value for name in FAULTS]
+_CLOSED: Final = [FindingClass.RECOVERED.value, FindingClass.EXPIRED.value]
 # The classes whose counts are recorded even if they are 0, so that the table also has rows of a run without findings.
-_ALWAYS: Final = (classify.FindingClass.OK.value, classify.FindingClass.PENDING.value)
+_ALWAYS: Final = (FindingClass.OK.value, FindingClass.PENDING.value)
 
 
 @dataclass(frozen=True, slots=True)

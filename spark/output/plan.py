@@ -16,8 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ..common.store import Store, plain_json
-from ..judging.classify import FindingClass
-from ..rules.rule import GroupRule, Rule, Rules, SourceKind
+from ..rules.rule import FindingClass, GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
 
 VERSION: Final = 2

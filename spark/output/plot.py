@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
 
-from ..judging import classify
+from ..rules.rule import FAULTS
 from ..stages.scan import BARS
 
 Times = list[tuple[str, float, int]]
@@ -106,7 +106,7 @@ def open_plot(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
 
 
 def _figure(title: str, height: float, parts: list[str], stacks: list[dict[str, int]]) -> str:
-    names = [name.value for name in classify.FAULTS if any(bucket.get(name.value) for bucket in stacks)]
+    names = [name.value for name in FAULTS if any(bucket.get(name.value) for bucket in stacks)]
     legend = "".join(f"<span><i class='mark c-{name}'></i>{name}</span>" for name in names)
     return (
         f"<figure><svg viewBox='0 0 {_WIDTH:g} {height:g}' role='img' aria-label='{title}'>"
@@ -144,7 +144,7 @@ def _bars(axis: _Axis, rows: list[int]) -> list[str]:
 
 def _stacks(axis: _Axis, found: list[dict[str, int]], bottom: float, height: float) -> list[str]:
     most = max(1, *(sum(bucket.values()) for bucket in found))
-    bars: dict[str, list[str]] = {name.value: [] for name in classify.FAULTS}
+    bars: dict[str, list[str]] = {name.value: [] for name in FAULTS}
     for place, bucket in enumerate(found):
         below = bottom
         for name, drawn in bars.items():

@@ -15,10 +15,10 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from ..common.safe_text import escaped, visible
-from ..judging import causes, classify
-from ..judging.classify import FindingClass
+from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import REMEDIES
+from ..rules.rule import CLASSES, FAULTS, FindingClass
 from . import summary
 from .history import Day, Trend
 from .plot import Times, open_plot, plot
@@ -224,7 +224,7 @@ def _tiles(result: Mapping[str, Any]) -> str:
 
 
 def _counts(result: Mapping[str, Any]) -> str:
-    shown = [name for name in classify.CLASSES if name in _ALWAYS or result["totals"][name.value]]
+    shown = [name for name in CLASSES if name in _ALWAYS or result["totals"][name.value]]
     head = "".join(f"<th class='n'>{name.value}</th>" for name in shown)
     rows = []
     for rule in result["rules"]:
@@ -253,7 +253,7 @@ _ALWAYS: Final = (
 
 
 def _count_cell(name: FindingClass, count: int) -> str:
-    css = "n zero" if not count else ("n fault" if name in classify.FAULTS else "n")
+    css = "n zero" if not count else ("n fault" if name in FAULTS else "n")
     return f"<td class='{css}'>{count:,}</td>"
 
 
@@ -289,7 +289,7 @@ def _boundary(result: Mapping[str, Any]) -> str:
 def _reading_guide() -> str:
     items = "".join(
         f"<li><i class='mark c-{name.value}'></i><b>{name.value}</b> {escape(REMEDIES[name].meaning)}</li>"
-        for name in classify.FAULTS
+        for name in FAULTS
     )
     return (
         "<section><h2>How to read the classes</h2><p class='dim'>Several classes can hold for one "
@@ -570,7 +570,7 @@ def _history_section(trend: Trend) -> str:
 
 def _runs(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     """A table of the newest runs with their open findings by class."""
-    names = [name.value for name in classify.FAULTS if any(by_class.get(name.value) for _, by_class in runs)]
+    names = [name.value for name in FAULTS if any(by_class.get(name.value) for _, by_class in runs)]
     rows = "".join(
         f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
         + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
@@ -589,7 +589,7 @@ def _class_heads(names: Sequence[str]) -> str:
 
 
 def _days(days: Sequence[Day]) -> str:
-    names = [name.value for name in classify.FAULTS if any(day.open.get(name.value) for day in days)]
+    names = [name.value for name in FAULTS if any(day.open.get(name.value) for day in days)]
     rows = "".join(
         f"<tr><td class='t'>{day.day.isoformat()}</td>"
         + "".join(_number(count) for count in (day.found, day.recovered, day.expired))

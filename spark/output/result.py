@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from ..common.errors import UsageProblem
 from ..common.store import RESULT
-from ..judging import causes, classify
-from ..rules.rule import Rules
+from ..judging import causes
+from ..rules.rule import CLASSES, FAULTS, Rules
 from ..sources.base import SourceBoundary
 from ..stages.findings import Findings, JudgedRule
 from ..stages.job import Job
@@ -31,12 +31,12 @@ def compose(
     confirmed_by: Sequence[SourceBoundary],
 ) -> dict[str, Any]:
     """The contents of `result.json`. `status` and `faults` do not count acknowledged findings."""
-    totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
+    totals = dict.fromkeys((name.value for name in CLASSES), 0)
     for judged in found.rules:
         for counts in judged.counts.values():
             for name, count in counts.items():
                 totals[name] += count
-    faults = sum(totals[name.value] for name in classify.FAULTS) - found.acknowledged
+    faults = sum(totals[name.value] for name in FAULTS) - found.acknowledged
     options, batch = job.options, job.options.batch
     return {
         "version": 1,
@@ -73,7 +73,7 @@ def _is_tolerated(found: Findings, rules: Rules) -> bool:
         rule = judged.confirmed.scanned.prepared.rule
         known = sum(each.findings for each in found.counted if each.rule == rule.name and each.is_known)
         counts = judged.counts.values()
-        faults = sum(one[name.value] for one in counts for name in classify.FAULTS) - known
+        faults = sum(one[name.value] for one in counts for name in FAULTS) - known
         subjects = sum(count for one in counts for count in one.values())
         if rule.fail_above is None:
             left_faults, left_subjects = left_faults + faults, left_subjects + subjects

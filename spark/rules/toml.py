@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
@@ -63,14 +63,14 @@ class TomlTable:
             return False
         return value
 
-    def choice(self, key: str, kind: type[Choice], default: Choice) -> Choice:
-        """The value of a key as a member of `kind`."""
+    def choice(self, key: str, choices: Iterable[Choice], default: Choice) -> Choice:
+        """The value of a key as one of `choices`, which may be a whole enumeration."""
         value = self.values.get(key, default.value)
-        try:
-            return kind(value)
-        except ValueError:
-            self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(kind)}")
-            return default
+        for choice in choices:
+            if choice == value:
+                return choice
+        self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(choices)}")
+        return default
 
     def seconds(self, key: str, default: float | None) -> float | None:
         """The duration of a key, in seconds."""

@@ -17,9 +17,8 @@ from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete, readable_errors
 from ..judging import classify, detail, evidence
-from ..judging.classify import FindingClass
 from ..rules import masking
-from ..rules.rule import Rule
+from ..rules.rule import FindingClass, Rule
 from ..sources import contract
 from ..sources.databases import Sources
 from . import sides

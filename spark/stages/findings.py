@@ -17,11 +17,11 @@ from pyspark.sql import Window as Frame
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete
-from ..judging import causes, classify
+from ..judging import causes
 from ..judging.causes import Cause, FindingCounts
-from ..judging.classify import FindingClass, Window
+from ..judging.classify import Window
 from ..judging.remedies import with_remedies
-from ..rules.rule import Acknowledgement
+from ..rules.rule import CLASSES, FAULTS, Acknowledgement, FindingClass
 from . import confirm
 from .confirm import OPEN_SCHEMA, ConfirmedRule, judgeable
 from .job import Job, check_parts, empty_frame, put, write
@@ -35,7 +35,7 @@ FINDINGS_SCHEMA: Final = (
 )
 # A message is stored at most this long before its row is written: check-back parks an older half message.
 PAIR_SECONDS: Final = 72 * 3600
-_FAULTS: Final = [name.value for name in classify.FAULTS]
+_FAULTS: Final = [name.value for name in FAULTS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +222,13 @@ def closed(gone: DataFrame) -> DataFrame:
     """The rows for earlier open subjects that are neither findings nor pending now. A subject from before the floor is
     EXPIRED; the others are RECOVERED."""
     is_expired = ~judgeable(F.col("floor"))
-    was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
+    was = F.coalesce("class", F.lit(FindingClass.PENDING.value))
     floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
     reason = F.concat(
         F.lit("the subject was "), was, F.lit(". It is from before "), floor,
         F.lit(". Retention may have removed its evidence, so the run cannot judge the subject any more"),
     )  # fmt: skip
-    name = F.when(is_expired, classify.FindingClass.EXPIRED.value).otherwise(classify.FindingClass.RECOVERED.value)
+    name = F.when(is_expired, FindingClass.EXPIRED.value).otherwise(FindingClass.RECOVERED.value)
     return gone.where(is_expired | F.col("class").isNotNull()).select(
         *SUBJECT,
         name.alias("class"),
@@ -320,7 +320,7 @@ def _judged(
     for each in rules:
         name, skipped, counts = each.scanned.prepared.rule.name, each.scanned.checksums.skipped_rows, {}
         for subject, seen in each.scanned.counts.items():
-            counts[subject] = dict.fromkeys((known.value for known in classify.CLASSES), 0)
+            counts[subject] = dict.fromkeys((known.value for known in CLASSES), 0)
             for found in counted:
                 if (found.rule, found.group) == (name, subject):
                     counts[subject][found.name] += found.findings

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete, readable_errors
 from ..judging import classify, evidence
-from ..rules.rule import Rule
+from ..rules.rule import CLASSES, FindingClass, Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
@@ -61,7 +61,7 @@ class ScannedRule:
             )
         return notes
 
-    def saw(self, *classes: classify.FindingClass) -> bool:
+    def saw(self, *classes: FindingClass) -> bool:
         """Whether the first look gave a subject one of these classes."""
         return any(counts[name.value] for counts in self.counts.values() for name in classes)
 
@@ -142,7 +142,7 @@ def _look(
 
 def _no_counts(rule: Rule) -> Counts:
     subjects = ["", *(group.name for group in rule.groups)]
-    return {subject: {name.value: 0 for name in classify.CLASSES} for subject in subjects}
+    return {subject: {name.value: 0 for name in CLASSES} for subject in subjects}
 
 
 def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:

@@ -9,9 +9,7 @@ import pytest
 
 from spark import pipeline
 from spark.common.errors import RulesInvalid
-from spark.judging.classify import FAULTS
 from spark.rules import file as rules_file
-from spark.rules.rule import Fault
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -61,10 +59,6 @@ def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, wo
     report = (reconcile.folder / "out" / "report.html").read_text()
     assert "by bob until 2999-01-02T00:00:00+00:00: sent by hand" in report
     assert second["rules"][0]["rows_read"] < first["rules"][0]["rows_read"], "no rule has changed"
-
-
-def test_every_fault_can_be_acknowledged() -> None:
-    assert [name.value for name in Fault] == [name.value for name in FAULTS]
 
 
 def test_an_acknowledgement_says_who_and_why_and_until_when() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from outbox.contrib.reconciliation import plan as applied
 from spark.cli import main
-from spark.judging.classify import FAULTS
 from spark.output import plan
 from spark.rules import file as rules_file
+from spark.rules.rule import FAULTS
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT
 from tests.spark.world import START, Order, World

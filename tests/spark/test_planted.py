@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spark.judging.classify import FAULTS
+from spark.rules.rule import FAULTS
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export
 from tests.spark.world import GROUPS, RULES, START, Order, World, group_rules

@@ -11,9 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 import spark
-from spark.judging import classify
 from spark.output.result import _is_tolerated
-from spark.rules.rule import Rule, Tolerance
+from spark.rules.rule import CLASSES, Rule, Tolerance
 from tests.spark.conftest import Reconciler
 from tests.spark.test_own_session import OWN
 from tests.spark.world import Order, World
@@ -90,7 +89,7 @@ def test_a_rule_has_a_threshold_of_its_own(
         rule = Rule(
             name=f"rule {number}", database="d", table="t", key="id", time="at", topic="x", fail_above=tolerance
         )
-        counts = dict.fromkeys((name.value for name in classify.CLASSES), 0) | {"LOST": count, "OK": 100 - count}
+        counts = dict.fromkeys((name.value for name in CLASSES), 0) | {"LOST": count, "OK": 100 - count}
         scanned = SimpleNamespace(prepared=SimpleNamespace(rule=rule))
         judged.append(SimpleNamespace(confirmed=SimpleNamespace(scanned=scanned), counts={"": counts}))
     known = SimpleNamespace(rule="rule 0", is_known=True, findings=2 if faults == (7, 0) else 0)

@@ -17,8 +17,8 @@ from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.judging import causes
 from spark.judging.causes import FindingCounts
-from spark.judging.classify import CLASSES, FAULTS
 from spark.output import history, metrics, plot, report, summary
+from spark.rules.rule import CLASSES, FAULTS
 from spark.stages import scan
 
 HOSTILE = [

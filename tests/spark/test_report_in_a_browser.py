@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark.judging.classify import FindingClass
 from spark.judging.remedies import REMEDIES
+from spark.rules.rule import FindingClass
 from tests.sample.browser import Browser
 from tests.spark.test_report import finding, page
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from spark.common.errors import RunIncomplete, UsageProblem
+from spark.rules.rule import FAULTS
 from spark.watch import CHECKPOINT, Watch, _stream_failure
 from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import GRACE, UNTIL, WATERMARK
 from tests.spark.test_history import rows
-from tests.spark.test_incremental import FAULTS, RULES, Found, expected
+from tests.spark.test_incremental import RULES, Found, expected
 from tests.spark.test_processes import KILLS, ROOT, SMALL, environment, finished, judged, kill_at
 from tests.spark.test_processes import start as start_run
 from tests.spark.timelines import BEGIN, HOUR, Timeline
