@@ -36,6 +36,7 @@ from .stages.prepare import PreparedRule, prepare
 from .stages.scan import ScannedRule, scan
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 
@@ -106,8 +107,8 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
     return None if was_interval and result["interval"] != job.interval else result
 
 
-def _past_runs(job: Job) -> history.Entries:
-    """The history of earlier runs.
+def _past_runs(job: Job) -> pa.Table:
+    """The counts of earlier runs.
 
     If the previous run was killed after it wrote its result, this function first adds that run to the history.
     """

@@ -60,15 +60,14 @@ def id_of(rule: str, finding_class: str, group: str, detail: str) -> str:
 
 
 class FindingCounts(NamedTuple):
-    """The number of findings of one rule, group, class, bucket of time and detail.
+    """The number of findings of one rule, group, class and detail.
 
-    The group '' means findings about messages. The field `bucket` is the start of the bucket in seconds since 1970.
+    The group '' means findings about messages.
     """
 
     rule: str
     group: str
     name: str
-    bucket: int | None
     is_known: bool
     """Whether the counted findings are acknowledged."""
     is_new: bool

@@ -10,8 +10,7 @@ the UTC day of the run's `finished_at`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import date, datetime, timedelta
 from typing import Any, Final
 
@@ -38,26 +37,13 @@ SCHEMAS: Final = {
         ]
     ),
 }
-_FAULTS: Final = [name.value for name in FAULTS]
 _CLOSED: Final = [FindingClass.RECOVERED.value, FindingClass.EXPIRED.value]
 # The classes whose counts are recorded even if they are 0, so that the table also has rows of a run without findings.
 _ALWAYS: Final = (FindingClass.OK.value, FindingClass.PENDING.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """Rows of the tables `counts` and `findings`."""
-
-    counts: pa.Table
-    findings: pa.Table
-
-    def and_then(self, later: Entries) -> Entries:
-        """The rows of these entries, followed by the rows of `later`."""
-        return Entries(pa.concat_tables([self.counts, later.counts]), pa.concat_tables([self.findings, later.findings]))
-
-
-def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
-    """The rows of one run, from its result and the findings that the result names."""
+def of_result(store: Store, result: Mapping[str, Any]) -> dict[str, pa.Table]:
+    """The rows of one run for each table, from its result and the findings that the result names."""
     finished = datetime.fromisoformat(result["finished_at"])
     head = {"run": result["run"], "finished_at": finished}
     counts = [
@@ -68,7 +54,11 @@ def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
         if count or name in _ALWAYS
     ]
     found = store.table(result["findings"], SCHEMAS[FINDINGS].names)
-    return Entries(pa.Table.from_pylist(counts, SCHEMAS[COUNTS]), _changes(found, result["run"], finished))
+    # The counts are written last: if they exist, `make_up` assumes that the tables have all rows of the run.
+    return {
+        FINDINGS: _changes(found, result["run"], finished),
+        COUNTS: pa.Table.from_pylist(counts, SCHEMAS[COUNTS]),
+    }
 
 
 def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
@@ -92,10 +82,9 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def keep(store: Store, entries: Entries) -> None:
+def keep(store: Store, entries: Mapping[str, pa.Table]) -> None:
     """Add the rows of one run to the tables, unless the tables have rows of this run. Raises OSError."""
-    # Write the counts last: if the counts exist, `make_up` assumes that the tables have all rows of the run.
-    for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
+    for name, table in entries.items():
         if not len(table):
             continue
         day = table["finished_at"][0].as_py().date()
@@ -114,78 +103,33 @@ def make_up(store: Store, result: Mapping[str, Any]) -> None:
         keep(store, of_result(store, result))
 
 
-def until(store: Store, last: date) -> Entries:
-    """The rows of the REPORTED_DAYS days up to `last`.
+def until(store: Store, last: date) -> pa.Table:
+    """The counts of the REPORTED_DAYS days up to `last`.
 
-    For a day at least _WHOLE_DAYS days before `last`, the function returns only the counts of the last run of that day.
+    Of a day at least _WHOLE_DAYS days before `last`, the result has only the counts of the day's last run.
     """
     first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
     whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()
-    read = {}
-    for name, schema in SCHEMAS.items():
-        read[name] = schema.empty_table()
-        for day in store.folders(f"history/{name}"):
-            if not f"day={first}" < day <= f"day={last.isoformat()}":
-                continue
-            table = store.table(f"history/{name}/{day}/{name}.parquet", schema.names)
-            if table is None:
-                continue
-            if name == COUNTS and day <= f"day={whole}":
-                table = table.filter(pc.equal(table["finished_at"], pc.max(table["finished_at"])))
-            read[name] = pa.concat_tables([read[name], table])
-    return Entries(read[COUNTS], read[FINDINGS])
+    read = [SCHEMAS[COUNTS].empty_table()]
+    for day in store.folders(f"history/{COUNTS}"):
+        if not f"day={first}" < day <= f"day={last.isoformat()}":
+            continue
+        table = store.table(f"history/{COUNTS}/{day}/{COUNTS}.parquet", SCHEMAS[COUNTS].names)
+        if table is not None and day <= f"day={whole}":
+            table = table.filter(pc.equal(table["finished_at"], pc.max(table["finished_at"])))
+        read += [] if table is None else [table]
+    return pa.concat_tables(read)
+
+
+def runs(counts: pa.Table) -> list[tuple[float, dict[str, int]]]:
+    """The end of each run (in seconds since 1970) and its open findings by class, in the order of time."""
+    found: dict[str, tuple[float, dict[str, int]]] = {}
+    for row in counts.to_pylist():
+        by_class = found.setdefault(row["run"], (row["finished_at"].timestamp(), {}))[1]
+        if row["class"] in FAULTS:
+            by_class[row["class"]] = by_class.get(row["class"], 0) + row["count"]
+    return sorted(found.values(), key=lambda each: each[0])
 
 
 def _path(name: str, day: date) -> str:
     return f"history/{name}/day={day.isoformat()}/{name}.parquet"
-
-
-@dataclass(frozen=True, slots=True)
-class Day:
-    """One day: the findings that were open after the last run of the day, and the numbers of findings that were found
-    or ended on that day."""
-
-    day: date
-    open: Mapping[str, int]
-    found: int
-    recovered: int
-    expired: int
-
-
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """The history for the report: the open findings by class after each run, the numbers of each day, and the findings
-    that ended last."""
-
-    runs: Sequence[tuple[float, Mapping[str, int]]]
-    days: Sequence[Day]
-    ended: Sequence[Mapping[str, Any]]
-
-
-def trend(entries: Entries, shown_ended: int) -> Trend:
-    """The history for the report. The newest day and the last ended finding come first."""
-    runs: dict[str, tuple[datetime, dict[str, int]]] = {}
-    for row in entries.counts.to_pylist():
-        by_class = runs.setdefault(row["run"], (row["finished_at"], {}))[1]
-        if row["class"] in _FAULTS:
-            by_class[row["class"]] = by_class.get(row["class"], 0) + row["count"]
-    events: dict[tuple[date, str], int] = {}
-    grouped = entries.findings.group_by(["run", "finished_at", "event"]).aggregate([([], "count_all")])
-    for row in grouped.to_pylist():
-        place = (row["finished_at"].date(), row["event"])
-        events[place] = events.get(place, 0) + row["count_all"]
-    by_day: dict[date, list[Mapping[str, int]]] = {}
-    ordered = sorted(runs.values(), key=lambda each: each[0])
-    for finished, by_class in ordered:
-        by_day.setdefault(finished.date(), []).append(by_class)
-    days = [
-        Day(day, counted[-1], *(events.get((day, event), 0) for event in ("FOUND", *_CLOSED)))
-        for day, counted in by_day.items()
-    ]
-    is_closed = pc.is_in(entries.findings["event"], pa.array(_CLOSED))
-    ended = entries.findings.filter(is_closed).sort_by([("finished_at", "descending"), ("key", "ascending")])
-    return Trend(
-        [(finished.timestamp(), by_class) for finished, by_class in ordered],
-        days[::-1],
-        ended.slice(0, shown_ended).to_pylist(),
-    )

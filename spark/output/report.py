@@ -11,6 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any, Final
 
+import pyarrow as pa
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -20,8 +21,7 @@ from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import REMEDIES
 from ..rules.rule import CLASSES, FAULTS, FindingClass
 from . import summary
-from .history import Day, Trend
-from .plot import Times, open_plot, plot
+from .plot import Counts, open_plot, timeline
 
 MAX_BYTES: Final = 100_000
 # The number of characters of a value that the page shows, and the same number if the place for the findings is short.
@@ -50,15 +50,16 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
 def render(
     result: Mapping[str, Any],
     found: Sequence[Mapping[str, Any]],
-    times: Times,
-    volumes: Mapping[str, list[tuple[datetime, int]]],
-    trend: Trend,
+    timed: pa.Table | None,
+    runs: Sequence[tuple[float, Counts]],
     trace: str,
 ) -> str:
     """The HTML page of a result, of at most MAX_BYTES bytes in UTF-8. If not everything fits, the page says which files
-    of the output folder have the rest."""
-    volume = [(moment.timestamp(), count) for listed in volumes.values() for moment, count in listed]
-    rest = [_counts(result), plot(volume, times), _history_section(trend)]
+    of the output folder have the rest.
+
+    found: the shown findings of each cause. timed: all findings, with the columns class and at. runs: the history.
+    """
+    rest = [_counts(result), "" if timed is None else timeline(timed), _history_section(runs)]
     after = [_boundary(result), _reading_guide()]
     everything = {cause["id"] for cause in result["causes"]}
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
@@ -550,85 +551,29 @@ def trace_command(finding: Mapping[str, Any], trace: str) -> str:
     return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
 
 
-# The history: open findings over the runs, findings per day, and the findings that ended last.
-
-_SHOWN_DAYS: Final = 14
 _SHOWN_RUNS: Final = 10
 
 
-def _history_section(trend: Trend) -> str:
-    """The section with the history; after the first run, the section is one sentence."""
-    if len(trend.runs) < 2:
+def _history_section(runs: Sequence[tuple[float, Counts]]) -> str:
+    """The section with the history: a plot of all runs and a table of the last ones."""
+    if len(runs) < 2:
         return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
-    return (
-        f"<section><h2>History</h2>{open_plot(trend.runs)}{_runs(trend.runs[: -_SHOWN_RUNS - 1 : -1])}"
-        f"{_days(trend.days[:_SHOWN_DAYS])}{_ended(trend.ended)}"
-        "<p class='dim'>The whole history: <code>history/counts</code> and <code>history/findings</code> (Parquet, by "
-        "day) in the output folder.</p></section>"
-    )
-
-
-def _runs(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """A table of the newest runs with their open findings by class."""
-    names = [name.value for name in FAULTS if any(by_class.get(name.value) for _, by_class in runs)]
+    shown = runs[: -_SHOWN_RUNS - 1 : -1]
+    names = [name for name in FAULTS if any(by_class.get(name) for _, by_class in shown)]
     rows = "".join(
         f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
         + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
         + "</tr>"
-        for moment, counts in runs
+        for moment, counts in shown
     )
+    heads = "".join(f"<th class='n'>{name}</th>" for name in ("All", *names))
     return (
-        "<h3>Last runs</h3><p class='dim'>The findings that were open after each run, by class.</p><div class='wide'>"
-        f"<table><thead><tr><th>Finished</th><th class='n'>All</th>{_class_heads(names)}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _class_heads(names: Sequence[str]) -> str:
-    return "".join(f"<th class='n'>{name}</th>" for name in names)
-
-
-def _days(days: Sequence[Day]) -> str:
-    names = [name.value for name in FAULTS if any(day.open.get(name.value) for day in days)]
-    rows = "".join(
-        f"<tr><td class='t'>{day.day.isoformat()}</td>"
-        + "".join(_number(count) for count in (day.found, day.recovered, day.expired))
-        + "".join(_number(day.open.get(name, 0)) for name in names)
-        + "</tr>"
-        for day in days
-    )
-    return (
-        "<h3>Days</h3><p class='dim'>For each day (UTC): the number of findings that were found or ended on it, and, "
-        "by class, the findings that were open after the last run of the day.</p><div class='wide'><table><thead><tr>"
-        f"<th>Day</th><th class='n'>Found</th><th class='n'>Recovered</th><th class='n'>Expired</th>"
-        f"{_class_heads(names)}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
+        f"<section><h2>History</h2>{open_plot(runs)}<h3>Last runs</h3><p class='dim'>The findings that were open after "
+        f"each run, by class.</p><div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div><p class='dim'>The whole history: <code>history/counts</code> and "
+        "<code>history/findings</code> (Parquet, by day) in the output folder.</p></section>"
     )
 
 
 def _number(count: int) -> str:
     return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
-
-
-def _ended(ended: Sequence[Mapping[str, Any]]) -> str:
-    if not ended:
-        return ""
-    rows, left = _fitted(
-        (
-            f"<tr><td><code>{escape(_cut(visible(row['key'] or '')))}</code></td><td>{_text(row['rule'])}</td>"
-            f"<td>{_text(row['group'] or '–')}</td><td>{_text(row['was'] or '–')}</td>"
-            f"<td>{_text(row['event'].lower())}</td><td class='t'>{_datetime(row['first_seen'])}</td>"
-            f"<td class='t'>{_datetime(row['finished_at'])}</td></tr>"
-            for row in ended
-        ),
-        5_000,
-    )
-    return (
-        f"<details><summary>What ended last ({len(ended) - left} shown)</summary><div class='wide'><table><thead><tr>"
-        "<th>Key</th><th>Rule</th><th>Group</th><th>Was</th><th>How</th><th>First seen</th><th>Ended</th>"
-        f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
-    )
-
-
-def _datetime(moment: datetime | None) -> str:
-    return "–" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}"

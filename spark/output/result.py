@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+
 from ..common.errors import UsageProblem
 from ..common.store import RESULT
 from ..judging import causes
@@ -20,7 +22,6 @@ from ..stages.scan import Counts
 from . import history, metrics, report
 
 SAMPLES_PER_CAUSE: Final = 10
-_SHOWN_ENDED: Final = 20
 
 
 def compose(
@@ -87,7 +88,7 @@ def publish(
     found: Findings,
     result: dict[str, Any],
     samples: Sequence[dict[str, Any]],
-    past: history.Entries,
+    past: pa.Table,
     metrics_file: Path | None,
 ) -> str | None:
     """Write the run's report, then the result, then history and metrics. The result is in force once `result.json` is
@@ -97,10 +98,9 @@ def publish(
     the function raises UsageProblem, and the previous result stays in force.
     """
     entries = history.of_result(job.store, result)
-    trend = history.trend(past.and_then(entries), _SHOWN_ENDED)
-    scanned = [judged.confirmed.scanned for judged in found.rules]
-    volumes = {each.prepared.rule.name: each.volume for each in scanned}
-    text = report.render(result, samples, found.times, volumes, trend, job.rules.trace)
+    runs = history.runs(pa.concat_tables([past, entries[history.COUNTS]]))
+    timed = job.store.table(result["findings"], ["class", "at"])
+    text = report.render(result, samples, timed, runs, job.rules.trace)
     try:
         job.store.protect(f"runs/{job.name}")
         job.store.write(result["report"], text)

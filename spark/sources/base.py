@@ -117,11 +117,6 @@ class DataSource(Protocol):
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """For each selection, all rows with one of its keys, at any time. The selections must have the same columns."""
 
-    def volume(
-        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
-    ) -> list[tuple[datetime, int]]:
-        """The number of rows in each bucket of time."""
-
     def horizon(self, topic: str) -> datetime | None:
         """The time before which retention may have removed messages of the topic; None if retention has removed no
         message. A run calls this method only for the source of the broker.

@@ -121,14 +121,6 @@ class FrameSource:
         key = F.coalesce(_expression(selection.key, frame).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
-    def volume(
-        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
-    ) -> list[tuple[datetime, int]]:
-        """See DataSource."""
-        seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
-        counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count()
-        return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
-
     def horizon(self, topic: str) -> datetime | None:
         """See DataSource. For files, the horizon is always None. If old messages are missing in an export, the user
         must give --from."""

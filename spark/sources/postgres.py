@@ -235,19 +235,6 @@ class PostgresSource:
                 queries.append(self._select(selection, [*fixed, condition]))
         return self._frame(wanted[0][0], queries)
 
-    def volume(
-        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
-    ) -> list[tuple[datetime, int]]:
-        """See DataSource."""
-        assert selection.time is not None
-        time = f"{sql.expression(selection.time)}::timestamptz"
-        terms = sql.conditions(selection, since)
-        self.check_finite(selection, since)
-        bucket = f"date_bin('{bucket_seconds} s', {time}, 'epoch') AS bucket"
-        source = sql.step([bucket], f"{self.table_of(selection)}{sql.where(terms)}")
-        rows = self.query(f"SELECT bucket, count(*) FROM ({source}) source GROUP BY bucket ORDER BY bucket")
-        return [(row[0], int(row[1])) for row in rows]
-
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
         """Raise UsageProblem if a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from ..common.errors import ReconcileError
@@ -31,15 +30,12 @@ class ComparedChecksums:
     """The result of comparing the checksums of a rule.
 
     The run does not read the `skipped_rows`, because the checksums of their buckets are equal. `limits` selects the
-    rows that the run has to read. `note` is a sentence for the report. `volume` has the seconds per bucket and the
-    number of rows in each bucket; it is None if there are no checksums, or if a bucket is not a whole number of
-    seconds.
+    rows that the run has to read. `note` is a sentence for the report.
     """
 
     note: str = ""
     skipped_rows: int = 0
     limits: ReadLimits = field(default_factory=ReadLimits)
-    volume: tuple[int, list[tuple[datetime, int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class _Checksums:
         known = len(set(rows.sums) | set(messages.sums))
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
-        return ComparedChecksums(note, skipped, limits, self._volume(rows))
+        return ComparedChecksums(note, skipped, limits)
 
     def _all_sides(self) -> tuple[_Buckets, list[_Buckets], _Buckets]:
         """The checksums of the rows, of the effects of each group, and of the messages. Two databases compute at the
@@ -121,16 +117,6 @@ class _Checksums:
             rows = self._rows()
             effects = [self._effects(number) for number in range(len(self._rule.groups))]
             return rows, effects, self._messages() if messages is None else messages.result()
-
-    def _volume(self, rows: _Buckets) -> tuple[int, list[tuple[datetime, int]]] | None:
-        seconds, rest = divmod(self._width, 1_000_000)
-        if rest:
-            return None
-        # Rows after the window's end are in no bucket. A run would never judge a row with an infinite time, so such a
-        # row is an error.
-        self._ours.check_finite(contract.rows(self._rule), self._window.since)
-        counted = [(number, sums[0]) for number, sums in rows.sums.items() if number is not None]
-        return seconds, [(datetime.fromtimestamp(number * seconds, UTC), count) for number, count in sorted(counted)]
 
     def _keys_are_unique(self) -> bool:
         """Whether every row has a key of its own. In the checksum, two rows with the same key would cancel each other

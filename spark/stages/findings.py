@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import reduce
-from itertools import pairwise
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -25,7 +24,7 @@ from ..rules.rule import CLASSES, FAULTS, Acknowledgement, FindingClass
 from . import confirm
 from .confirm import OPEN_SCHEMA, ConfirmedRule, judgeable
 from .job import Job, check_parts, empty_frame, put, write
-from .scan import SUSPECT_SCHEMA, Counts, Volume
+from .scan import SUSPECT_SCHEMA, Counts
 
 SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
@@ -73,12 +72,6 @@ class Findings:
         """The number of findings that no earlier result had and that are not acknowledged."""
         return sum(each.findings for each in self.counted if each.is_new)
 
-    @property
-    def times(self) -> list[tuple[str, float, int]]:
-        """Class, seconds since 1970 and count of the findings, for the report's timeline."""
-        timed = [each for each in self.counted if each.bucket is not None and each.name in _FAULTS]
-        return [(each.name, float(each.bucket or 0), each.findings) for each in timed]
-
 
 def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
     """Write the findings, and the subjects that the next run judges again (OPEN_SCHEMA).
@@ -121,7 +114,7 @@ def _write(
     ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
-    counts = counted(written, bucket_seconds([each.scanned.volume for each in rules]))
+    counts = counted(written)
     check_parts(target, count, sum(each.findings for each in counts if each.is_first))
     return written, counts, write(state_of(written, waiting).coalesce(1), job.path("open"), OPEN_SCHEMA)
 
@@ -287,28 +280,20 @@ def in_order(findings: DataFrame) -> DataFrame:
     return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
-def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
+def counted(findings: DataFrame) -> list[FindingCounts]:
     """The numbers of written findings, computed in one pass over them. A finding is counted once per detail."""
-    bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
     is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
     is_new = ~is_known & F.col("was").isNull()
-    columns = [bucket.alias("bucket"), (is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
+    columns = [(is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
     subject = ["rule", "group", "class"]
     oldest = F.date_trunc("second", F.coalesce("message_at", "row_at", "at")).alias("oldest")
     details = F.posexplode(causes.column()).alias("place", "cause")
     in_details = findings.select(*subject, *columns, "severity", oldest, details)
     is_first = (F.col("place") == 0).alias("is_first")
-    grouped = in_details.groupBy(*subject, "bucket", "is_known", "is_new", "cause", is_first).agg(
+    grouped = in_details.groupBy(*subject, "is_known", "is_new", "cause", is_first).agg(
         F.max("severity"), F.count(F.lit(1)), F.date_format(F.min("oldest"), "yyyy-MM-dd'T'HH:mm:ss'Z'")
     )
     return [FindingCounts(*row) for row in grouped.collect()]
-
-
-def bucket_seconds(volumes: Sequence[Volume]) -> int:
-    """The length in seconds of the shortest bucket in which rows were counted. Findings are counted in buckets of this
-    length."""
-    steps = [(later - sooner).total_seconds() for rows in volumes for (sooner, _), (later, _) in pairwise(rows)]
-    return max(1, int(min(steps, default=1)))
 
 
 def _judged(

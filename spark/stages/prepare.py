@@ -18,6 +18,7 @@ from ..sources import contract
 from ..sources.archived import ArchivedSource
 from ..sources.base import SourceBoundary
 from ..sources.databases import Sources
+from ..sources.postgres import PostgresSource
 from . import subscriptions
 from .job import Job
 
@@ -61,6 +62,8 @@ def prepare(
     notes: list[str] = []
     if horizon is not None:
         window, notes = _limited_by_retention(rule, window, horizon)
+    if isinstance(source := sources[rule.database], PostgresSource):
+        source.check_finite(contract.rows(rule), window.since)
     notes += of_groups + [_WITHOUT[view] for view in missing]
     notes += [
         each.ended_note for each in job.rules.acknowledged if each.rule == rule.name and each.until <= job.started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -14,7 +13,6 @@ from ..common.errors import RunIncomplete, readable_errors
 from ..judging import classify, evidence
 from ..rules.rule import CLASSES, FindingClass, Rule
 from ..sources import contract
-from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
 from ..sources.values import NUMBER
 from . import sides
@@ -24,16 +22,8 @@ from .prepare import PreparedRule
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
-# The number of bars that fit into the report's timeline.
-BARS: Final = 60
-_COARSE_SECONDS: Final = 3600
-_FINEST_SECONDS: Final = 1
-# The run counts the rows again if the new buckets are shorter than the old buckets by at least this factor.
-_WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
 """The number of keys, first by subject ('' for the message, or the name of a group), then by class."""
-Volume = list[tuple[datetime, int]]
-"""The start of each bucket of time, with the number of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +36,6 @@ class ScannedRule:
     rows: int
     messages: int
     counts: Counts
-    volume: Volume
     rounded: int = 0
     """The number of keys whose row and message are equal only because their numbers were rounded."""
 
@@ -81,8 +70,6 @@ def scan(
     with readable_errors(f"counting the rows of rule {rule.name!r}"):
         seen = (checksums.skipped_rows + looked.rows > 0, checksums.skipped_rows + looked.messages > 0)
         _check_not_empty(rule, sources, window.floor, seen)
-        rows = contract.rows(rule)
-        counted = volume(sources[rule.database], rows, window.since, looked.span_seconds, checksums.volume)
     return ScannedRule(
         prepared=prepared,
         checksums=checksums,
@@ -90,20 +77,17 @@ def scan(
         rows=looked.rows,
         messages=looked.messages,
         counts=looked.counts,
-        volume=counted,
         rounded=looked.rounded,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The counts of a first look. `span_seconds` is the time from the oldest to the newest row; None if there are no
-    rows."""
+    """The counts of a first look."""
 
     rows: int
     messages: int
     counts: Counts
-    span_seconds: float | None = None
     rounded: int = 0
 
 
@@ -119,7 +103,6 @@ def _look(
     # counted in the written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
-    sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
     if rule.has_numbers:
         judged.append(F.count_if((F.col("holds") != 0) & evidence.is_equal_by_rounding()).alias("rounded"))
     found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
@@ -135,9 +118,8 @@ def _look(
         counts[row["group"]][row["class"]] = int(row["count"])
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
-    span = None if seen["span"] is None else seen["span"] / 1_000_000
     rounded = int(seen["rounded"] or 0) if rule.has_numbers else 0
-    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span, rounded)
+    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, rounded)
 
 
 def _no_counts(rule: Rule) -> Counts:
@@ -166,28 +148,3 @@ def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen:
         f"rule {rule.name!r}: {problem}, so there is nothing to compare, and the run gives no result. Check the "
         f"connection and the rule. If the table or the topic may be empty, write allow_empty = true in the rule."
     )
-
-
-def volume(
-    source: DataSource,
-    selection: TableSelection,
-    since: datetime | None,
-    span_seconds: float | None = None,
-    known: tuple[int, Volume] | None = None,
-) -> Volume:
-    """The number of rows per bucket of time. A bucket is one hour long, or shorter (at least one second) if the plot
-    has room for more bars.
-
-    If `span_seconds` is given, the function counts the rows only once. If the buckets in `known` (seconds per bucket,
-    rows per bucket) are short enough, the function does not count the rows.
-    """
-    guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
-    seconds = min(guess, _COARSE_SECONDS)
-    seconds, counted = known or (seconds, source.volume(selection, since, seconds))
-    while counted:
-        span = (counted[-1][0] - counted[0][0]).total_seconds() + seconds
-        fine = math.ceil(span / BARS)
-        if fine * _WORTH_IT > seconds:
-            break
-        seconds, counted = fine, source.volume(selection, since, fine)
-    return counted

@@ -5,21 +5,20 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections import Counter
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.judging import causes
 from spark.judging.causes import FindingCounts
-from spark.output import history, metrics, plot, report, summary
+from spark.output import metrics, plot, report, summary
 from spark.rules.rule import CLASSES, FAULTS
-from spark.stages import scan
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -81,7 +80,7 @@ def result(**counts: int) -> dict[str, Any]:
 
 def counted(name: str, detail: str = "", *, findings: int = 1, **changed: Any) -> FindingCounts:
     """Findings of one cause; none of them is acknowledged or known."""
-    one = FindingCounts("<rule>", "", name, 0, False, True, detail, True, "critical", findings, "2025-06-01T12:00:00Z")
+    one = FindingCounts("<rule>", "", name, False, True, detail, True, "critical", findings, "2025-06-01T12:00:00Z")
     return one._replace(**changed)
 
 
@@ -105,14 +104,13 @@ def finding(text: str) -> dict[str, Any]:
     return {**dict.fromkeys(shared, text), **times, **known, **named}
 
 
-def trend(*keys: str) -> history.Trend:
-    moment = datetime.fromisoformat(NOW)
-    ended = [
-        {**dict.fromkeys(("key", "rule", "group", "was", "event"), key), "first_seen": moment, "finished_at": moment}
-        for key in keys
-    ]
-    runs = [(moment.timestamp() + number, {"LOST": number}) for number in range(3)]
-    return history.Trend(runs, [history.Day(moment.date(), {"LOST": 2}, 2, 1, 0)], ended)
+RUNS = [(datetime.fromisoformat(NOW).timestamp() + number, {"LOST": number}) for number in range(3)]
+
+
+def timed(*found: tuple[str, float]) -> pa.Table:
+    """Findings with their class and time, as the report reads them."""
+    rows = [{"class": name, "at": datetime.fromtimestamp(moment, UTC)} for name, moment in found]
+    return pa.Table.from_pylist(rows, pa.schema([("class", pa.string()), ("at", pa.timestamp("us", tz="UTC"))]))
 
 
 class Tags(HTMLParser):
@@ -133,11 +131,8 @@ class Tags(HTMLParser):
 
 
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
-    times = [("MISMATCH", 1_748_779_200.0, 1)] if found else []
-    volume = {"<rule>": [(datetime(2025, 6, 1, 11, tzinfo=UTC), 10)]}
-    text = report.render(
-        result(**counts), found, times, volume, trend(*HOSTILE), "manage.py outbox_message show {message_id}"
-    )
+    times = timed(("MISMATCH", 1_748_779_200.0)) if found else timed()
+    text = report.render(result(**counts), found, times, RUNS, "manage.py outbox_message show {message_id}")
     parsed = Tags()
     parsed.feed(text)
     return text, parsed
@@ -161,10 +156,9 @@ def test_the_trace_command_is_one_word_for_the_shell() -> None:
     assert report.trace_command({"message_id": None}, "trace {message_id}") == ""
 
 
-def test_a_clean_report_says_so_and_draws_the_rows() -> None:
+def test_a_clean_report_says_so() -> None:
     text, parsed = page([])
-    assert "clean" in parsed.text
-    assert "<svg" in text and "10 rows" in text
+    assert "clean" in parsed.text and "Timeline" not in parsed.text
     assert "http" not in text.replace("http-equiv", ""), "one file that needs nothing else"
 
 
@@ -186,7 +180,7 @@ def test_a_group_that_is_called_message_hides_no_message() -> None:
     found["rules"][0]["groups"] = {"message": {**NONE, "LATE": 7}}
     text = metrics.render(found, "shop")
     assert 'group="",class="LOST"} 2' in text and 'group="message",class="LATE"} 7' in text
-    page = report.render(found, [], [], {}, trend(), "")
+    page = report.render(found, [], None, [], "")
     assert "<td>message</td>" in page and "<td>group message</td>" in page
 
 
@@ -206,42 +200,29 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
         metrics.target(one, refunds)
 
 
-def bars(drawn: str, css: str) -> int:
-    """The number of bars of a class in a plot."""
-    path: str
-    (path,) = re.findall(f"<path class='{css}' d='([^']*)'", drawn)
-    return len(path.split("M")) - 1
+def bars(drawn: str) -> list[str]:
+    """The titles of the bars of a plot."""
+    return re.findall("<div title='([^']*)'>", drawn)
 
 
-def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
-    """A minute of rows: more than one bar, and no finer than the source was queried for."""
-
-    class Rows:
-        """A source with a row per second."""
-
-        def volume(self, selection: Any, since: Any, bucket_seconds: int) -> list[tuple[datetime, int]]:
-            moments = (int(datetime.fromisoformat(NOW).timestamp()) + second for second in range(60))
-            counts = Counter(moment - moment % bucket_seconds for moment in moments)
-            return [(datetime.fromtimestamp(moment, UTC), count) for moment, count in sorted(counts.items())]
-
-    source: Any = Rows()
-    counted = scan.volume(source, source, None)
-    assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
-    drawn = plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
-    assert bars(drawn, "rows") == len(counted) == drawn.count(" rows</title>")
-    # Known buckets are not counted again, unless they would be a single bar.
-    assert scan.volume(source, source, None, span_seconds=59) == counted
-    assert scan.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
-    assert scan.volume(source, source, None, known=(3600, source.volume(source, None, 3600))) == counted
+def test_findings_are_drawn_by_their_time() -> None:
+    moments = [("LOST", 3600.0 + second) for second in range(60)] + [("DEAD", 3601.0), ("RECOVERED", 9e9)]
+    drawn = plot.timeline(timed(*moments))
+    assert bars(drawn)[0] == "1970-01-01 01:00:00: 10 LOST, 1 DEAD" and len(bars(drawn)) == 6
+    assert "a bar per 10 s, the highest has 11" in drawn and "RECOVERED" not in drawn
+    assert "<i class=c-LOST style=height:90.9%></i><i class" not in drawn, "a stack begins with the first class, below"
+    assert plot.timeline(timed()) == ""
 
 
-def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
+def test_every_run_of_the_history_is_a_bar_or_its_bar_is() -> None:
     day = 86400.0
-    daily = [(number * day, {"LOST": number}) for number in range(30)]
-    drawn = plot.open_plot(daily)
-    assert bars(drawn, "c-LOST") == 29 and bars(drawn, "clean") == 1
-    assert "1970-01-03 00:00:00: 2 LOST</title>" in drawn
-    assert "of each 1 d" in drawn
+    drawn = plot.open_plot([(number * day, {"LOST": number}) for number in range(30)])
+    assert bars(drawn)[:3] == [
+        f"1970-01-0{n + 1} 00:00:00: {n or 'no'} {'LOST' if n else 'findings'}" for n in range(3)
+    ]
+    assert len(bars(drawn)) == 30 and drawn.count("c-LOST style") == 29 and "a bar per 1 d" in drawn
+    longer = [(number * day, {"LOST": 1}) for number in range(3_000)]
+    assert len(bars(plot.open_plot(longer))) <= plot.BARS
 
 
 def test_what_a_repair_can_mend_comes_before_what_a_person_must_judge() -> None:
@@ -262,7 +243,7 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
-    shown.feed(report.render(found, [], [], {}, trend(), ""))
+    shown.feed(report.render(found, [], None, [], ""))
     text = " ".join("".join(shown.text).split())
     parts = ("Judged up to 2025-06-01 12:00:00 UTC, 1 min 5 s before the end of the run (grace: 30 s).",
         "What to do first", "LOST of rule <rule>: 5 (5 new)",
@@ -382,12 +363,9 @@ def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
         for _ in range(20)
     ]
     start = datetime.fromisoformat(NOW).timestamp()
-    times = [(name, start + 60.0 * n, 5) for name in names for n in range(60)]
-    volume = {"<rule>": [(datetime.fromtimestamp(start + 60 * n, UTC), 10**6) for n in range(60)]}
-    days = [history.Day(datetime.fromisoformat(NOW).date(), dict.fromkeys(names, 10**6), 1, 1, 1)] * 60
+    times = timed(*((name, start + 60.0 * n) for name in names for n in range(60)))
     runs = [(start + 86400.0 * n, dict.fromkeys(names, 10**6)) for n in range(60)]
-    past = history.Trend(runs, days, trend(*(["'" * 1_000] * 20)).ended)
-    text = report.render(found, samples, times, volume, past, "")
+    text = report.render(found, samples, times, runs, "")
     assert 60_000 < len(text.encode()) <= 100_000
     parsed = Tags()
     parsed.feed(text)
@@ -403,7 +381,7 @@ def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
     assert len(targets) >= 5
     # A page with few causes has more evidence.
     usual = [{**finding("4711"), "cause": cause["id"]} for cause in found["causes"][:2] for _ in range(20)]
-    few = report.render({**found, "causes": found["causes"][:2]}, usual, [], {}, trend(), "")
+    few = report.render({**found, "causes": found["causes"][:2]}, usual, None, [], "")
     assert len(few.encode()) <= 100_000 and few.count("<summary>Row, messages") >= 20
 
 
