@@ -17,13 +17,15 @@ from pyspark.sql import DataFrame, SparkSession
 from ..common.errors import ReconcileError, RunIncomplete, TableMissing, UsageProblem
 from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, FieldType
-from . import adbc, partitions, sql, watermark
+from . import adbc, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
 from .blocking import BlockingWatch
 from .staged import Staging
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
+PAGES_PER_TASK: Final = 8_192
+MAX_TASKS: Final = 256
 # A run waits at most this long until a replica has replayed its primary's WAL up to the position at the run's start.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
@@ -37,6 +39,14 @@ _UNIQUE: Final = """
 SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
 WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
   AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
+"""
+# The pages of a table with all its partitions, and those of the largest one. No row for a view, which one query reads,
+# and for a table with a partition on another server.
+_PAGES: Final = """
+SELECT sum(pg_relation_size(oid) / current_setting('block_size')::bigint)::bigint,
+       max(pg_relation_size(oid) / current_setting('block_size')::bigint)
+FROM pg_class WHERE oid = to_regclass({table}) OR oid IN (SELECT relid FROM pg_partition_tree(to_regclass({table})))
+HAVING bool_and(relkind IN ('r', 'm', 'p'))
 """
 _COMPARABLE: Final = {
     FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
@@ -193,14 +203,6 @@ class PostgresSource:
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
-            leaves = [] if selection.span else partitions.leaves(self, selection, terms)
-            if leaves:
-                queries += [
-                    self._select(selection, [*terms, *piece], leaf.name)
-                    for leaf in leaves
-                    for piece in ([[]] if leaf.is_indexed and since is not None else partitions.page_pieces(leaf.pages))
-                ]
-                continue
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
@@ -278,8 +280,8 @@ class PostgresSource:
             self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
             raise
 
-    def _select(self, selection: TableSelection, terms: list[str], table: str | None = None) -> str:
-        return sql.select(selection, table or self.table_of(selection), terms)
+    def _select(self, selection: TableSelection, terms: list[str]) -> str:
+        return sql.select(selection, self.table_of(selection), terms)
 
     def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
         if self._staging is not None:
@@ -307,35 +309,32 @@ class PostgresSource:
             first, last = self.query(f"SELECT min({span}), max({span}) FROM {table}{sql.where(terms)}")[0]
         if first is None:
             return [["false"]]
-        count = partitions.task_count((last - first + 1) / ROWS_PER_PARTITION)
+        count = _task_count((last - first + 1) / ROWS_PER_PARTITION)
         edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
         return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
 
     def _pages(self, selection: TableSelection, terms: list[str], since: datetime | None) -> list[list[str]]:
-        pages = self._page_count(selection)
-        if since is not None and pages > partitions.PAGES_PER_PARTITION and self._uses_index(selection, terms):
+        """For each task its conditions: the tasks divide the pages of the table, and of each of its partitions."""
+        [(pages, longest)] = self.query(_PAGES.format(table=sql.text(self.table_of(selection)))) or [(0, 0)]
+        if pages <= PAGES_PER_TASK or (since is not None and self._uses_index(selection, terms)):
             return [[]]
-        return partitions.page_pieces(pages)
-
-    def _page_count(self, selection: TableSelection) -> int:
-        """The number of pages of an ordinary table; 0 for a view, which one query reads."""
-        rows = self.query(
-            "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
-            f"WHERE oid = to_regclass({sql.text(self.table_of(selection))}) AND relkind IN ('r', 'm')"
-        )
-        return int(rows[0][0]) if rows else 0
+        count = min(_task_count(pages / PAGES_PER_TASK), longest)
+        edges = [longest * number // count for number in range(count)]
+        pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
+        # The last task reads to the end of the table. Pages that were added after the snapshot have no rows of this
+        # snapshot.
+        return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
     def _uses_index(self, selection: TableSelection, terms: list[str]) -> bool:
-        nodes = self.plan(selection, terms)
-        return any("Index" in node["Node Type"] for node in nodes) and all(
-            "Seq Scan" not in node["Node Type"] for node in nodes
-        )
+        """Whether an index finds the rows, or nearly all of them: PostgreSQL reads a small partition without index."""
+        scans = (node["Total Cost"] for node in self._plan(selection, terms) if "Seq Scan" in node["Node Type"])
+        return bool(sum(scans) < PAGES_PER_TASK)
 
-    def plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
+    def _plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
         """The nodes of PostgreSQL's query plan for the selection."""
         import adbc_driver_manager
 
-        statement = f"EXPLAIN (FORMAT JSON, VERBOSE) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
+        statement = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
         with self._coordinator.cursor() as cursor:
             # By default, the driver reads by COPY, but COPY does not accept EXPLAIN.
             cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
@@ -344,7 +343,10 @@ class PostgresSource:
                 text = cursor.fetchone()[0]
             except adbc_driver_manager.Error as error:
                 raise adbc.translated(self._database.name, error, "the database") from error
-        return list(partitions.nodes(json.loads(text)[0]["Plan"]))
+        nodes = [json.loads(text)[0]["Plan"]]
+        for node in nodes:
+            nodes += node.get("Plans", ())
+        return nodes
 
     def column_types(self, selection: TableSelection) -> dict[str, str]:
         """The PostgreSQL type of each column of the selection's table."""
@@ -390,3 +392,8 @@ class PostgresSource:
             yield
         except Error as error:
             raise adbc.translated(self._database.name, error, about) from error
+
+
+def _task_count(exact: float) -> int:
+    """The number of tasks for a table that has `exact` times the size of one task."""
+    return max(1, min(MAX_TASKS, int(exact) + 1))

@@ -1,4 +1,4 @@
-"""A partitioned table: one task per partition, the same rows as in one piece."""
+"""A large or partitioned table is read by several tasks, the same rows as in one piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg.conninfo import make_conninfo
 from pyspark.sql import SparkSession
 
 from spark.rules import file as rules_file
-from spark.sources import contract, partitions
+from spark.sources import contract, postgres
 from spark.sources.postgres import PostgresSource
 from tests.spark.world import RULES, START
 
@@ -56,31 +56,28 @@ RULE = rules_file.parse(
 ).rules[0]
 
 
-def test_one_task_per_partition(partitioned: Made) -> None:
-    url, source = partitioned
-    rows = source(url).read([contract.rows(RULE)], None)
-    assert rows.rdd.getNumPartitions() == 4, "three days in a range, two hashes and the default"
-    assert sorted(int(row["key"]) for row in rows.collect()) == list(range(1, 73))
-
-
-def test_partitions_outside_the_window_are_not_read(partitioned: Made) -> None:
-    url, source = partitioned
-    rows = source(url).read([contract.rows(RULE)], START + timedelta(days=1))
-    assert rows.rdd.getNumPartitions() == 3, "the day before has its own partition"
-    assert sorted(int(row["key"]) for row in rows.collect()) == list(range(60, 73))
-
-
-def test_a_role_that_may_not_read_partitions_by_name_reads_the_table(partitioned: Made) -> None:
+def test_tasks_divide_the_pages_of_each_partition(partitioned: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a role that may not read the partitions by name. Partitions outside of the window are not read."""
+    monkeypatch.setattr(postgres, "PAGES_PER_TASK", 1)
     url, source = partitioned
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP ROLE IF EXISTS partition_reader; CREATE ROLE partition_reader LOGIN")
         connection.execute(
+            "INSERT INTO orders_order SELECT n, repeat('x', 200), 1, 'paid', t, t FROM (SELECT n, "
+            "timestamptz '2025-06-02 12:00Z' + n * interval '1 minute' AS t FROM generate_series(73, 500) n) made; "
+            "DROP ROLE IF EXISTS partition_reader; CREATE ROLE partition_reader LOGIN; "
             "GRANT pg_read_all_stats TO partition_reader; GRANT SELECT ON orders_order TO partition_reader"
         )
     try:
-        rows = source(make_conninfo(url, user="partition_reader")).read([contract.rows(RULE)], None)
-        assert rows.rdd.getNumPartitions() == 1
-        assert rows.count() == 72
+        opened = source(make_conninfo(url, user="partition_reader"))
+        whole = opened.read([contract.rows(RULE)], None)
+        assert whole.rdd.getNumPartitions() > 4
+        assert sorted(int(row["key"]) for row in whole.collect()) == list(range(1, 501))
+        rows = opened.read([contract.rows(RULE)], START + timedelta(days=1))
+        assert sorted(int(row["key"]) for row in rows.collect()) == list(range(60, 501))
+        scanned = {
+            node.get("Relation Name") for node in opened._plan(contract.rows(RULE), ["paid_at >= '2025-06-02Z'"])
+        }
+        assert scanned == {None, "later_even", "later_odd", "others"}
     finally:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("DROP OWNED BY partition_reader; DROP ROLE partition_reader")
@@ -88,7 +85,7 @@ def test_a_role_that_may_not_read_partitions_by_name_reads_the_table(partitioned
 
 def test_a_large_table_is_read_from_a_time_on(partitioned: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its index where it has one, else by ranges of pages."""
-    monkeypatch.setattr(partitions, "PAGES_PER_PARTITION", 1)
+    monkeypatch.setattr(postgres, "PAGES_PER_TASK", 1)
     url, source = partitioned
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
