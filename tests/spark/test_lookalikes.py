@@ -29,12 +29,13 @@ BODIES = {
     '{"a": ' + "1" * 1_500 + "}": "",
     '{"b": "\\ud800"}': "",
     '{"a": "\\ud800"}': "a has one half of a surrogate pair, \\ud800, which no text of a database has",
-    '{"a": "\t"}': "the body is not JSON: a text contains the control character U+0009, at character 8",
-    '{"a": NaN}': "the body is not JSON: no value can begin at character 7",
+    '{"a": "\t"}': "the body is not JSON: Invalid control character at: line 1 column 8 (char 7)",
+    '{"a": NaN}': "the body is not JSON: it contains NaN",
     '{"a": 1}\n{"a": 2}': "the body is not one JSON object: it goes on at character 10",
     '{"a": 1}}': "the body is not one JSON object: it goes on at character 9",
-    '{"a": 1,}': "the body is not JSON: name is expected at character 9",
+    '{"a": 1 2}': "the body is not JSON: Expecting ',' delimiter: line 1 column 9 (char 8)",
     "[1]": "the body is not one JSON object",
+    '{"a": ' + "[" * 100_000: "the body is not JSON of at most 3,000 levels",
     '{"a": "}{", "a": "\\ud83d\\ude00"}': "",
 }
 

@@ -135,7 +135,8 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
     assert details["LATE", ""] == "the message was committed 1:00:00.005 after the row's time; the limit is 0:05:00"
     assert details["LATE", "points"] == "the effect of points came 1:00:01 after it was due; the limit is 0:10:00"
     assert details["UNREADABLE", ""] == (
-        f"message {unreadable['message_id']}: the body is not JSON: the text that begins at character 2 has no end"
+        f"message {unreadable['message_id']}: the body is not JSON: "
+        "Unterminated string starting at: line 1 column 2 (char 1)"
     )
     assert f"the newest {duplicate['message_id']}), rows: 1" in details["DUPLICATE", ""]
     for row in by_class.values():
