@@ -40,11 +40,11 @@ class TableMissing(UsageProblem):
 
 
 class RulesInvalid(UsageProblem):
-    """The rules file has errors. Each error names its line, its key and the remedy."""
+    """The rules file has errors. Each error names its key, as in rule['paid'].grace, and the remedy."""
 
     def __init__(self, path: str, problems: list[str]) -> None:
         self.problems = problems
-        super().__init__("\n".join(f"{path}:{problem}" for problem in problems))
+        super().__init__("\n".join(f"{path}: {problem}" for problem in problems))
 
 
 class RunIncomplete(ReconcileError):

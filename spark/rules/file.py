@@ -1,4 +1,4 @@
-"""Reads and validates the rules file, and reports all its errors at once, each with its line, key and remedy."""
+"""Reads and validates the rules file, and reports all its errors at once, each with its key and remedy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ from .rule import (
     SourceKind,
     Tolerance,
 )
-from .toml import Path as TomlPath
-from .toml import TomlTable, dotted, line_of, lines_by_path
+from .toml import TomlTable
 
 DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
@@ -76,35 +75,33 @@ def parse(
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        number = line[1] if line else str(text.count("\n") + 1)
-        raise RulesInvalid(path, [f"{number}: not valid TOML: {error}. Correct the syntax."]) from error
-    reader = _Reader(lines_by_path(text), os.environ if environment is None else environment, is_connected)
+        raise RulesInvalid(path, [f"not valid TOML: {error}. Correct the syntax."]) from error
+    reader = _Reader(os.environ if environment is None else environment, is_connected)
     rules = reader.read(document)
     if reader.problems:
-        raise RulesInvalid(path, [f"{line}: {problem}" for line, problem in sorted(reader.problems)])
+        raise RulesInvalid(path, reader.problems)
     assert rules is not None
     return rules
 
 
 class _Reader:
-    def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str], is_connected: bool) -> None:
-        self._lines, self._environment, self._is_connected = lines, environment, is_connected
-        self.problems: list[tuple[int, str]] = []
+    def __init__(self, environment: Mapping[str, str], is_connected: bool) -> None:
+        self._environment, self._is_connected = environment, is_connected
+        self.problems: list[str] = []
         self._events: DeclaredEvents | None = None
-
-    def problem(self, path: TomlPath, text: str) -> None:
-        self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
         top = TomlTable(
-            self.problem, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge")
+            self.problems.append,
+            document,
+            "",
+            ("version", "title", "database", "broker", "output", "rule", "acknowledge"),
         )
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
         keys = ("database", "trace", "archive", "events")
-        broker = TomlTable(self.problem, document.get("broker", {}), ("broker",), keys)
+        broker = TomlTable(self.problems.append, document.get("broker", {}), "broker", keys)
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         self._events = self._declared(broker)
@@ -114,10 +111,10 @@ class _Reader:
         names = [rule.name for rule in rules]
         self._unique(names, "rule")
         known = [
-            _acknowledgement(TomlTable(self.problem, value, path, _ACKNOWLEDGE_KEYS), names)
+            _acknowledgement(TomlTable(self.problems.append, value, path, _ACKNOWLEDGE_KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
-        output = TomlTable(self.problem, document.get("output", {}), ("output",), ("mode", "fail_above"))
+        output = TomlTable(self.problems.append, document.get("output", {}), "output", ("mode", "fail_above"))
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
@@ -187,7 +184,7 @@ class _Reader:
         return mode
 
     def _databases(self, values: Any) -> dict[str, DatabaseRule]:
-        section = TomlTable(self.problem, values, ("database",), tuple(values) if isinstance(values, dict) else ())
+        section = TomlTable(self.problems.append, values, "database", tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
         read = {name: self._database(name, value) for name, value in section.values.items()}
@@ -200,12 +197,12 @@ class _Reader:
         known = read.get(primary)
         if known is None or known.kind is not SourceKind.POSTGRES or primary == database.name:
             text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
-            self.problem(("database", database.name, "primary"), f"{text}; add [database.{primary}].")
+            self.problems.append(f"{text}; add [database.{primary}].")
         return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
         keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction", "read_on")
-        table = TomlTable(self.problem, value, ("database", name), keys)
+        table = TomlTable(self.problems.append, value, f"database.{name}", keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
@@ -262,11 +259,11 @@ class _Reader:
             return self._environment.get(value, "")
         return value
 
-    def _rule(self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], broker: str) -> Rule:
+    def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")
-        table = TomlTable(self.problem, value, path, (*keys, *more, *again, "message_key"))
+        table = TomlTable(self.problems.append, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
             table.problem("message_key", *_BY_BODY)
         database = table.required("database")
@@ -277,7 +274,7 @@ class _Reader:
             table.problem("topic", "has no meaning with event, which has a topic", "remove topic")
         fields = tuple(self._field(item, at, event, types) for item, at in table.tables("field"))
         groups = [self._group(item, at, databases, database, severity, fields) for item, at in table.tables("group")]
-        self._unique([group.name for group in groups], *path, "group")
+        self._unique([group.name for group in groups], f"{path}.group")
         rule = Rule(
             name=table.required("name"),
             database=database,
@@ -307,13 +304,12 @@ class _Reader:
         self._check_bucket(table, rule)
         if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
-        for place, group in enumerate(rule.groups):
+        for group in rule.groups:
             if (group.compare_effect or group.sum_effect) and (rule.counts_each_message or rule.bucket_seconds):
-                path_of_group = (*path, "group", place)
-                self.problem(
-                    path_of_group,
-                    f'{dotted(path_of_group)}: values of effects are compared only with messages = "exactly_one" and '
-                    "without bucket; remove compare_effect and sum_effect, or change the rule.",
+                self.problems.append(
+                    f"{path}.group[{group.name!r}]: values of effects are compared only with "
+                    'messages = "exactly_one" and without bucket; remove compare_effect and sum_effect, or change the '
+                    "rule."
                 )
             if rule.message_when and group.table is None:
                 is_given = "message_when" in table.values
@@ -381,9 +377,9 @@ class _Reader:
                 "remove bucket or the field's tolerance",
             )
 
-    def _field(self, value: Any, path: TomlPath, event: EventRule | None, types: Mapping[str, FieldType]) -> FieldRule:
+    def _field(self, value: Any, path: str, event: EventRule | None, types: Mapping[str, FieldType]) -> FieldRule:
         """Read one field. The event, if the rule names one, has the type of the field."""
-        table = TomlTable(self.problem, value, path, ("column", "body", "type", "tolerance"))
+        table = TomlTable(self.problems.append, value, path, ("column", "body", "type", "tolerance"))
         column = table.required("column")
         body = table.text("body") or column
         if event is not None and body not in types:
@@ -423,14 +419,14 @@ class _Reader:
     def _group(
         self,
         value: Any,
-        path: TomlPath,
+        path: str,
         databases: dict[str, DatabaseRule],
         default: str,
         severity: FindingSeverity,
         fields: Sequence[FieldRule],
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
-        table = TomlTable(self.problem, value, path, (*keys, "compare_effect", "sum_effect"))
+        table = TomlTable(self.problems.append, value, path, (*keys, "compare_effect", "sum_effect"))
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
@@ -488,10 +484,10 @@ class _Reader:
             known = ", ".join(sorted(databases)) or "none"
             table.problem(key, f"no database {name!r}", f"add [database.{name}] or use one of: {known}")
 
-    def _unique(self, names: list[str], *path: str | int) -> None:
+    def _unique(self, names: list[str], path: str) -> None:
         for number, name in enumerate(names):
             if name and name in names[:number]:
-                self.problem((*path, number, "name"), f"{dotted(path)}: two are called {name!r}; rename one.")
+                self.problems.append(f"{path}: two are called {name!r}; rename one.")
 
 
 _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every", "fail_above")

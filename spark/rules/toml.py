@@ -1,30 +1,23 @@
-"""Reads typed values from TOML tables, and finds the line of each key for the error texts, because tomllib
-does not give lines.
-"""
+"""Reads typed values from TOML tables, and reports each error with the path of its key, as in rule['paid'].grace."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from ..common.options import parse_duration
 
-Path = tuple[str | int, ...]
-
-_TABLE: Final = re.compile(r"^\s*\[(?P<array>\[)?\s*(?P<name>[^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
-_KEY: Final = re.compile(r"^\s*(?P<key>(?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
-_MULTILINE: Final = re.compile(r"\"\"\"|'''")
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class TomlTable:
-    """Reads typed values from one TOML table, and reports each error with the line of its key."""
+    """Reads typed values from one TOML table, and reports each error with the path of its key."""
 
-    def __init__(self, report: Callable[[Path, str], None], values: Any, path: Path, allowed: tuple[str, ...]) -> None:
-        self._report, self.path = report, path
+    def __init__(self, report: Callable[[str], None], values: Any, path: str, allowed: tuple[str, ...]) -> None:
+        """`path` is the path of the table; '' for the file."""
+        self._report, self._path = report, path
         self.values: dict[str, Any] = values if isinstance(values, dict) else {}
         if not isinstance(values, dict):
             self.problem(None, "must be a table", "write it as [section] or [[section]]")
@@ -36,8 +29,10 @@ class TomlTable:
 
     def problem(self, key: str | None, what: str, remedy: str) -> None:
         """Report an error at a key of this table, or at the table itself if `key` is None."""
-        path = self.path if key is None else (*self.path, key)
-        self._report(path, f"{dotted(path)}: {what}; {remedy}.")
+        self._report(f"{self._at(key) or 'file'}: {what}; {remedy}.")
+
+    def _at(self, key: str | None) -> str:
+        return ".".join(filter(None, (self._path, key)))
 
     def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
         """The text of a key, which must not be empty; `default` if the key is missing."""
@@ -83,58 +78,15 @@ class TomlTable:
             return default
         return seconds
 
-    def tables(self, key: str) -> list[tuple[Any, Path]]:
-        """The tables of an array, each with its path."""
+    def tables(self, key: str) -> list[tuple[Any, str]]:
+        """The tables of an array, each with its path, which has the name of the table, or its number from 1."""
         value = self.values.get(key, [])
         if not isinstance(value, list):
-            self.problem(key, "must be an array of tables", f"write [[{dotted((*self.path, key))}]]")
+            self.problem(key, "must be an array of tables", f"write [[{key}]]")
             return []
-        return [(item, (*self.path, key, number)) for number, item in enumerate(value)]
+        return [(item, f"{self._at(key)}[{_label(item, number)}]") for number, item in enumerate(value, 1)]
 
 
-def dotted(path: Path) -> str:
-    return ".".join(f"{part}" for part in path) or "file"
-
-
-def lines_by_path(text: str) -> dict[Path, int]:
-    """The line number (from 1) of every table and key, by its path. The tables of an array are numbered from 0."""
-    found: dict[Path, int] = {(): 1}
-    counts: dict[Path, int] = {}
-    table: Path = ()
-    quoted = False
-    for number, line in enumerate(text.splitlines(), start=1):
-        was_quoted = quoted
-        if len(_MULTILINE.findall(line)) % 2:
-            quoted = not quoted
-        if was_quoted:
-            continue
-        header = _TABLE.match(line)
-        if header:
-            table = _enter(header["name"], bool(header["array"]), counts)
-            found.setdefault(table, number)
-        elif key := _KEY.match(line):
-            found.setdefault((*table, *_parts(key["key"])), number)
-    return found
-
-
-def line_of(lines: dict[Path, int], path: Path) -> int:
-    """Line of `path`, or of the nearest table around it."""
-    while path not in lines:
-        path = path[:-1]
-    return lines[path]
-
-
-def _parts(name: str) -> list[str]:
-    return [part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", name)]
-
-
-def _enter(name: str, is_array: bool, counts: dict[Path, int]) -> Path:
-    path: Path = ()
-    parts = _parts(name)
-    for position, part in enumerate(parts):
-        path = (*path, part)
-        if is_array and position == len(parts) - 1:
-            counts[path] = counts.get(path, -1) + 1
-        if path in counts:
-            path = (*path, counts[path])
-    return path
+def _label(item: Any, number: int) -> str:
+    name = (item.get("name") or item.get("column")) if isinstance(item, dict) else None
+    return repr(name) if isinstance(name, str) else str(number)

@@ -222,7 +222,7 @@ def test_the_example_of_the_documentation_is_valid(events: Path) -> None:
         ("\nevents = [", "\n# events = [", "[broker] names no events"),
     ],
 )
-def test_errors_name_the_line_and_the_remedy(events: Path, before: str, after: str, said: str) -> None:
+def test_errors_name_the_remedy(events: Path, before: str, after: str, said: str) -> None:
     text = RULES.format(extra="").replace(before, after)
     with pytest.raises(RulesInvalid) as raised:
         rules_file.parse(text, environment=ENVIRONMENT)

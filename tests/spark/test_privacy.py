@@ -100,5 +100,5 @@ def test_what_is_not_masked_stays_as_it_was_written() -> None:
 
 def test_a_key_cannot_be_masked() -> None:
     text = RULES.format(extra='mask = ["id"]', groups="")
-    with pytest.raises(RulesInvalid, match=r"rule\.0\.mask: the key cannot be masked"):
+    with pytest.raises(RulesInvalid, match=r"rule\['order-paid'\]\.mask: the key cannot be masked"):
         rules_file.parse(text, environment={"RECONCILE_APP": "", "RECONCILE_BROKER": ""})

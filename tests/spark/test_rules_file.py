@@ -1,4 +1,4 @@
-"""The rules file: its values, and errors that name line, key and remedy."""
+"""The rules file: its values, and errors that name key and remedy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ def parse(text: str) -> list[str]:
     with pytest.raises(RulesInvalid) as caught:
         rules_file.parse(text, "r.toml", ENVIRONMENT)
     return caught.value.problems
-
-
-def line_of(text: str, part: str) -> int:
-    return next(number for number, line in enumerate(text.splitlines(), 1) if line == part)
 
 
 def test_everything_that_is_declared_arrives() -> None:
@@ -93,64 +89,56 @@ def test_a_changed_rule_has_another_digest() -> None:
     assert first != second
 
 
-# Old text, new text, the problem, and the line that the error must name (default: the last one written).
-MISTAKES: list[tuple[str, str, str, str]] = [
-    ('topic = "order.paid"', 'topik = "order.paid"', "rule.0.topik: unknown key; did you mean 'topic'?.", ""),
-    ('topic = "order.paid"', "", 'rule.0.topic: missing; add topic = "…".', "[[rule]]"),
-    ('grace = "30s"', "grace = 30", 'not a duration: 30; write a number and a unit (ms, s, m, h, d), as in "5m".', ""),
-    ('type = "decimal"', 'type = "money"', "unknown value 'money'; use one of: text, integer, decimal", ""),
-    ('column = "customer"', 'column = "customer"\ntolerance = 1', "a text has none; remove it", ""),
-    ('type = "decimal"', 'type = "decimal"\ntolerance = "-1"', "not a distance: '-1'", ""),
+# Old text, new text, and the problem.
+MISTAKES: list[tuple[str, str, str]] = [
+    ('topic = "order.paid"', 'topik = "order.paid"', "rule['order-paid'].topik: unknown key; did you mean 'topic'?."),
+    ('topic = "order.paid"', "", '.topic: missing; add topic = "…".'),
+    ('grace = "30s"', "grace = 30", 'not a duration: 30; write a number and a unit (ms, s, m, h, d), as in "5m".'),
+    ('type = "decimal"', 'type = "money"', "unknown value 'money'; use one of: text, integer, decimal"),
+    ('column = "customer"', 'column = "customer"\ntolerance = 1', "a text has none; remove it"),
+    ('type = "decimal"', 'type = "decimal"\ntolerance = "-1"', "not a distance: '-1'"),
     (
         'type = "decimal"',
         'type = "decimal"\ntolerance = 1',
         "a checksum has no tolerance (field 'total')",
-        'bucket = "1h"',
     ),
-    ('type = "timestamp"', "", "no field of the body is compared with column 'paid_at'", 'bucket = "1h"'),
+    ('type = "timestamp"', "", "no field of the body is compared with column 'paid_at'"),
     (
         'database = "app"',
         'database = "shop"',
         "no database 'shop'; add [database.shop] or use one of: app, broker.",
-        "",
     ),
-    ('env = "RECONCILE_APP"', 'env = "NOWHERE"', "the environment variable 'NOWHERE' is not set; export NOWHERE=", ""),
-    ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "contains a password; keep the password in the", ""),
-    ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "contains a password", ""),
-    ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'", ""),
-    ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec", ""),
-    ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'", ""),
-    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path, namespace", "[database.app]"),
+    ('env = "RECONCILE_APP"', 'env = "NOWHERE"', "the environment variable 'NOWHERE' is not set; export NOWHERE="),
+    ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "contains a password; keep the password in the"),
+    ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "contains a password"),
+    ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'"),
+    ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec"),
+    ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'"),
+    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path, namespace"),
     (
         'key = "order_id"',
         'key = "order_id"\nmessage_id = "m"',
         "needs exactly one of key, message_id",
-        'table = "logistics_shipment"',
     ),
-    ('name = "order-paid"', 'name = ""', "must be a text that is not empty", ""),
+    ('name = "order-paid"', 'name = ""', "must be a text that is not empty"),
     (
         'key = "id"',
         'key = "id"\nmessage_key = "body ->> \'order_id\'"',
-        "rule.0.message_key: a rule finds its messages by their key, not by a field of their body",
-        "",
+        "rule['order-paid'].message_key: a rule finds its messages by their key, not by a field of their body",
     ),
-    ("version = 1", "version = 2", "must be 1, got 2; write version = 1.", ""),
+    ("version = 1", "version = 2", "must be 1, got 2; write version = 1."),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "problem", "line"), MISTAKES)
-def test_an_error_names_line_key_and_remedy(old: str, new: str, problem: str, line: str) -> None:
-    text = TEXT.replace(old, new, 1)
-    found = parse(text)
-    matching = [each for each in found if problem in each]
-    assert matching, found
-    assert int(matching[0].split(":")[0]) == line_of(text, line or new.splitlines()[-1])
+@pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
+def test_an_error_names_key_and_remedy(old: str, new: str, problem: str) -> None:
+    found = parse(TEXT.replace(old, new, 1))
+    assert [each for each in found if problem in each], found
 
 
 def test_two_groups_of_one_name() -> None:
     text = TEXT.replace('name = "points"', 'name = "logistics"', 1)
-    second = text.index('name = "logistics"', text.index('name = "logistics"') + 1)
-    assert parse(text) == [f"{text[:second].count(chr(10)) + 1}: rule.0.group: two are called 'logistics'; rename one."]
+    assert parse(text) == ["rule['order-paid'].group: two are called 'logistics'; rename one."]
 
 
 def test_a_plan_needs_no_variable_of_a_database(tmp_path: Path) -> None:
@@ -160,15 +148,14 @@ def test_a_plan_needs_no_variable_of_a_database(tmp_path: Path) -> None:
     assert rules_file.load(path, {}, is_connected=False).databases["app"].location == ""
 
 
-def test_all_errors_are_reported_at_once_in_order_of_lines() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     text = TEXT.replace('grace = "30s"', "grace = 1").replace("version = 1", "version = 0").replace("title", "titel")
-    lines = [int(problem.split(":")[0]) for problem in parse(text)]
-    assert len(lines) == 3
-    assert lines == sorted(lines)
+    assert [problem.split(":")[0] for problem in parse(text)] == ["titel", "version", "rule['order-paid'].grace"]
 
 
 def test_syntax_errors_name_their_line() -> None:
-    assert parse('version = 1\n[database.app\nenv = "X"')[0].startswith("2: not valid TOML")
+    (problem,) = parse('version = 1\n[database.app\nenv = "X"')
+    assert "at line 2" in problem and problem.startswith("not valid TOML: ")
 
 
 def test_a_missing_file_and_the_command_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +165,7 @@ def test_a_missing_file_and_the_command_check(tmp_path: Path, capsys: pytest.Cap
     broken = tmp_path / "broken.toml"
     broken.write_text("version = 3\n")
     assert cli.main(["check", "--rules", str(broken)]) == 2
-    assert f"{broken}:1: version: must be 1" in capsys.readouterr().err
+    assert f"{broken}: version: must be 1" in capsys.readouterr().err
 
 
 def test_passwords_do_not_show_in_what_is_printed() -> None:
