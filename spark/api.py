@@ -16,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from .common.errors import UsageProblem
-from .common.options import LookBack, RunOptions, in_utc, parse_duration
+from .common.options import LookBack, RunOptions, in_utc
 from .common.progress import Progress
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def run(
         since=None if since is None else in_utc(since),
         until=None if until is None else in_utc(until),
         full=full,
-        look_back=None if look_back is None else LookBack(_seconds(look_back)),
+        look_back=None if look_back is None else LookBack.parse(look_back),
         metrics=None if metrics is None else Path(metrics),
         output_table=output_table,
     )
@@ -110,10 +109,3 @@ def run(
         report=f"{output.rstrip('/')}/{contents['report']}",
         contents=contents,
     )
-
-
-def _seconds(look_back: str) -> float:
-    seconds = parse_duration(look_back)
-    if not seconds:
-        raise UsageProblem(f"look_back {look_back!r} is not a duration: write a number and a unit, as in 7d or 12h.")
-    return seconds

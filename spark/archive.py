@@ -44,8 +44,10 @@ from .sources.archived import (
     Gap,
     Manifest,
     Pass,
+    archive_of,
     archived_messages,
     columns_of,
+    existing_manifest,
     load_manifest,
     read_passes,
     read_timed_out,
@@ -69,9 +71,7 @@ class Archive:
     """Runs passes over the broker of a rules file; verifies and merges earlier passes, and erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
-        database = rules.databases[rules.broker]
-        if rules.archive is None:
-            raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
+        database, location = rules.databases[rules.broker], archive_of(rules)
         if database.kind is not SourceKind.POSTGRES:
             raise UsageProblem(
                 f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
@@ -79,7 +79,7 @@ class Archive:
             )
         self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
-        self._store = Store(rules.archive, rules.output_mode)
+        self._store = Store(location, rules.output_mode)
         # Each pass has a name of its own, so that it ends only its own sessions if another session waits for them.
         self._source = PostgresSource(spark, database, f"{NAME} archive {uuid.uuid4().hex[:6]}")
 
@@ -146,13 +146,8 @@ class Archive:
 
         Raises UsageProblem if there is no archive.
         """
-        manifest = load_manifest(self._store)
-        if manifest is None:
-            raise UsageProblem(
-                f"there is no archive at {self._store.path(MANIFEST)}: create it with outbox-reconcile archive."
-            )
         problems = []
-        for each in manifest.passes:
+        for each in existing_manifest(self._store).passes:
             with self._progress.step(f"stage verify: {each.folder}"), readable_errors(f"reading {each.folder}"):
                 found = self._sums(each.folder)
             if found[0] != each.count:

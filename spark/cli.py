@@ -10,13 +10,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import session
 from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
-from .common.options import LookBack, RunOptions, parse_duration, parse_moment
+from .common.options import LookBack, RunOptions, parse_moment
 from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
@@ -37,12 +38,25 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="outbox-reconcile", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = root.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="reconcile once")
-    run.add_argument("--rules", type=Path, default=Path("reconcile.toml"), help="the rules file (default: %(default)s)")
-    run.add_argument(
-        "--output", default="reconcile", help="folder or s3a://, gs://, hdfs:// URI (default: %(default)s)"
+    rules, output, limit, judging, spark = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    rules.add_argument(
+        "--rules", type=Path, default=Path("reconcile.toml"), help="the rules file (default: %(default)s)"
     )
+    output.add_argument(
+        "--output",
+        default="reconcile",
+        help="folder of the results, or s3a://, gs://, hdfs:// URI (default: %(default)s)",
+    )
+    limit.add_argument("--limit", type=int, help="print at most this number of lines")
+    judging.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
+    judging.add_argument(
+        "--output-table",
+        metavar="NAME",
+        help="also add the findings of each run to this Delta or Iceberg table, for example lake.shop.findings",
+    )
+    _add_spark(spark)
+    commands = root.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", parents=[rules, output, judging, spark], help="reconcile once")
     run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601); needs --to")
     run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time (ISO 8601)")
     run.add_argument("--full", action="store_true", help="judge all rows again, not only the rows since the last run")
@@ -54,24 +68,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
-    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
-    _add_output_table(run)
     run.add_argument("--json", action="store_true", help="print the result as JSON")
-    _add_spark(run)
-    watch = commands.add_parser("watch", help="reconcile continuously, with Structured Streaming")
-    watch.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    watch.add_argument(
-        "--output", default="reconcile", help="the same as for run; the folder also contains the checkpoint"
+    watch = commands.add_parser(
+        "watch", parents=[rules, output, judging, spark], help="reconcile continuously, with Structured Streaming"
     )
     how = watch.add_mutually_exclusive_group()
     how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
     how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end like `run`")
-    watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
-    _add_output_table(watch)
-    _add_spark(watch)
-    archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
-    archive.add_argument(
-        "--rules", type=Path, default=Path("reconcile.toml"), help="the rules file, in which [broker] names the archive"
+    archive = commands.add_parser(
+        "archive",
+        parents=[rules, spark],
+        help="keep the broker's log as Parquet, in the archive of [broker], before retention removes it",
     )
     instead = archive.add_mutually_exclusive_group()
     instead.add_argument(
@@ -85,28 +92,17 @@ def parser() -> argparse.ArgumentParser:
         help="only erase the messages that outbox_erase has erased in the broker. The environment variable "
         "OUTBOX_ERASURE_SECRET is the secret of the settings",
     )
-    _add_spark(archive)
-    check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
-    check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object per line")
-    found.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
-    found.add_argument("--limit", type=int, help="print at most this number of findings")
+    commands.add_parser("check", parents=[rules], help="validate the rules file, without Spark or a database")
+    found = commands.add_parser(
+        "findings", parents=[output, limit], help="print the findings of the result in force, one JSON object per line"
+    )
     found.add_argument(
         "--cause", metavar="ID", help="print only the findings of this cause (result.json and the report)"
     )
-    planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object per line")
-    planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    planned.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
-    planned.add_argument("--limit", type=int, help="print at most this number of steps")
-    return root
-
-
-def _add_output_table(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--output-table",
-        metavar="NAME",
-        help="also add the findings of each run to this Delta or Iceberg table, for example lake.shop.findings",
+    commands.add_parser(
+        "plan", parents=[rules, output, limit], help="print the steps of a repair, one JSON object per line"
     )
+    return root
 
 
 def _add_spark(command: argparse.ArgumentParser) -> None:
@@ -124,6 +120,11 @@ def _add_spark(command: argparse.ArgumentParser) -> None:
         help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
     )
     command.add_argument("--quiet", action="store_true", help="print no progress on standard error")
+
+
+def _options(given: argparse.Namespace) -> RunOptions:
+    named = {each.name for each in fields(RunOptions)}
+    return RunOptions(**{name: value for name, value in vars(given).items() if name in named})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,16 +164,7 @@ def _run(given: argparse.Namespace) -> int:
     if threading.current_thread() is threading.main_thread():
         # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    options = RunOptions(
-        rules=given.rules,
-        output=given.output,
-        since=given.since,
-        until=given.until,
-        full=given.full,
-        look_back=given.look_back,
-        metrics=given.metrics,
-        output_table=given.output_table,
-    )
+    options = _options(given)
     progress = Progress(quiet=given.quiet)
     rules = rules_file.load(options.rules)
     # A run whose checksums are all equal reads no row, so it does not need Spark, whose start takes longer than the
@@ -227,7 +219,7 @@ def _watch(given: argparse.Namespace) -> int:
     With --available-now, the exit code is that of `run`. Without --available-now, the function waits for SIGTERM or
     SIGINT and then returns 0.
     """
-    options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics, output_table=given.output_table)
+    options = _options(given)
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
     spark = _start(given, progress)
@@ -291,24 +283,15 @@ def _archive(given: argparse.Namespace) -> int:
 
 def _list_archive(rules: Rules) -> int:
     """Print the catalogue of the archive: its passes, the messages per topic, and the gaps. Return 1 for gaps."""
-    from .sources.archived import load_manifest
+    from .sources.archived import archive_of, existing_manifest
 
-    store = Store(_archive_of(rules))
-    manifest = load_manifest(store)
-    if manifest is None:
-        raise UsageProblem(f"there is no archive at {rules.archive}: create it with outbox-reconcile archive.")
+    manifest = existing_manifest(Store(archive_of(rules)))
     for each in manifest.passes:
         topics = ", ".join(f"{topic} {count}" for topic, count in sorted(each.topics.items()))
         print(f"{each.folder}\tfrom {each.since or 'the beginning'}\tto {each.until}\t{each.count}\t{topics}")
     for gap in manifest.gaps:
         print(f"gap\tbefore {gap.until}\t{gap.messages} messages of {gap.topic} were removed before a pass")
     return FINDINGS if manifest.gaps else CLEAN
-
-
-def _archive_of(rules: Rules) -> str:
-    if rules.archive is None:
-        raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
-    return rules.archive
 
 
 def _setting(value: str) -> tuple[str, str]:
@@ -329,10 +312,10 @@ def _seconds(value: str) -> float:
 
 
 def _look_back(value: str) -> LookBack:
-    seconds = parse_duration(value)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a duration: write a number and a unit, as in 7d or 12h.")
-    return LookBack(seconds)
+    try:
+        return LookBack.parse(value)
+    except UsageProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _moment(value: str) -> datetime:

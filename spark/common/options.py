@@ -38,6 +38,14 @@ class LookBack:
 
     seconds: float | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> LookBack:
+        """A span such as 7d. Raises UsageProblem for any other text."""
+        seconds = parse_duration(text)
+        if not seconds:
+            raise UsageProblem(f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h.")
+        return cls(seconds)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:

@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.store import Store
-from ..rules.rule import DatabaseRule, SourceKind
+from ..rules.rule import DatabaseRule, Rules, SourceKind
 from . import adbc, contract, sql
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .files import FrameSource
@@ -33,18 +33,6 @@ TIMED_OUT: Final = "timed_out_v1"
 DEAD: Final = "dead_letter_v1"
 # The state of the log at the end of the newest pass: what no pass has, because it is not settled yet.
 STATE: Final = "state"
-KINDS: Final = {
-    "log_id": ColumnKind.BIGINT,
-    **dict.fromkeys(("message_id", "transaction_id", "topic", "key", "tag", "content_type"), ColumnKind.TEXT),
-    "headers": ColumnKind.TEXT,
-    "body": ColumnKind.BINARY,
-    "stored_at": ColumnKind.TIMESTAMP,
-    "deliver_at": ColumnKind.TIMESTAMP,
-    "state": ColumnKind.TEXT,
-    "decided_by": ColumnKind.TEXT,
-    "decided_at": ColumnKind.TIMESTAMP,
-    "recalled_at": ColumnKind.TIMESTAMP,
-}
 # The time at which a message is settled. Before this time, a client may recall the message. After this time, the state
 # of the message cannot change.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
@@ -153,6 +141,21 @@ def load_manifest(store: Store) -> Manifest | None:
         ) from None
 
 
+def existing_manifest(store: Store) -> Manifest:
+    """The manifest of the archive. Raises UsageProblem if there is no archive, or if `archive.json` is damaged."""
+    manifest = load_manifest(store)
+    if manifest is None:
+        raise UsageProblem(f"there is no archive at {store.path(MANIFEST)}: create it with outbox-reconcile archive.")
+    return manifest
+
+
+def archive_of(rules: Rules) -> str:
+    """The place of the archive. Raises UsageProblem if the rules name none."""
+    if rules.archive is None:
+        raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
+    return rules.archive
+
+
 def removed_by_topic(
     source: PostgresSource, schema: str, until: str | None
 ) -> list[tuple[str, int, int, datetime | None]]:
@@ -171,6 +174,11 @@ def columns_of(view: str) -> TableSelection:
     kinds = {"bigint": ColumnKind.BIGINT, "bytea": ColumnKind.BINARY, "timestamp with time zone": ColumnKind.TIMESTAMP}
     columns = [Column(name, name, kinds.get(kind, ColumnKind.TEXT)) for name, kind in contract.VIEWS[view].items()]
     return TableSelection(table=view, columns=tuple(columns), key="key", in_broker=True)
+
+
+KINDS: Final = {column.name: column.kind for column in columns_of(FOLDER).columns} | {
+    "recalled_at": ColumnKind.TIMESTAMP
+}
 
 
 def read_timed_out(spark: SparkSession, store: Store, manifest: Manifest) -> DataFrame | None:
@@ -324,12 +332,8 @@ class ArchiveSource(FrameSource):
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See DataSource. The watermark is the end of the newest pass."""
-        manifest = self._manifest = load_manifest(self._store)
-        if manifest is None or manifest.until is None:
-            raise UsageProblem(
-                f"there is no archive at {self._store.path(MANIFEST)}: create it with outbox-reconcile archive."
-            )
-        if not manifest.state:
+        manifest = self._manifest = existing_manifest(self._store)
+        if manifest.until is None or not manifest.state:
             raise RunIncomplete(
                 f"the archive {self._database.location} does not have the undecided, parked and dead messages of its "
                 f"newest pass, because the pass was killed, or an older release wrote it. Run outbox-reconcile archive "
