@@ -25,11 +25,14 @@ FORMAT: Final = "outbox_postgres"
 # part of the table that was read; the rest of the query contains keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
-_ARROW_TYPES: Final = {
+# By the name of the type in Spark's DDL.
+ARROW_TYPES: Final = {
     "string": pa.string(),
     "bigint": pa.int64(),
+    "boolean": pa.bool_(),
     "timestamp": pa.timestamp("us", tz="UTC"),
     "binary": pa.binary(),
+    "array<string>": pa.list_(pa.field("element", pa.string())),
 }
 NAME: Final = "outbox-reconcile"
 # Every transaction of this package holds an advisory lock of this class, so that the database shows which transactions
@@ -134,20 +137,16 @@ class PostgresReader(DataSourceReader):
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:
-            cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
             for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=READING):
                 cursor.execute(statement)
-            cursor.execute(query)
-            with cursor.fetch_record_batch() as reader:
-                for batch in reader:
-                    yield conform(batch, self._schema)
+            yield from batches(cursor, query, self._schema)
             cursor.execute("COMMIT")
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
     """The Arrow schema of the rows of a query."""
     return pa.schema(
-        [pa.field(field.name, _ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
+        [pa.field(field.name, ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
     )
 
 
@@ -179,13 +178,17 @@ def lock_of(name: str) -> int:
     return crc32(name.encode()) >> 1
 
 
-def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Convert a batch to exactly the declared types and nullability, because Spark refuses a batch with other types."""
-    arrays = [
-        column if column.type == field.type else column.cast(field.type)
-        for column, field in zip(batch.columns, schema, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+def batches(cursor: Any, query: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows of a query, in exactly the declared types and nullability, because Spark refuses a batch with others."""
+    cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
+    cursor.execute(query)
+    with cursor.fetch_record_batch() as reader:
+        for batch in reader:
+            arrays = [
+                column if column.type == field.type else column.cast(field.type)
+                for column, field in zip(batch.columns, schema, strict=True)
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def one_line(error: BaseException) -> str:

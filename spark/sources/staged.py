@@ -7,18 +7,15 @@ It writes the rows as Parquet below the folder of the run, and Spark reads these
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from ..common.store import Store
 from . import adbc
-
-_BATCH_BYTES: Final = 4 * 1024 * 1024
 
 
 class Staging:
@@ -37,8 +34,9 @@ class Staging:
             with (
                 self._store.output_stream(f"{folder}/part-{number}.parquet") as file,
                 pq.ParquetWriter(file, columns) as writer,
+                connection.cursor() as cursor,
             ):
-                for batch in _batches(connection, query, columns):
+                for batch in adbc.batches(cursor, query, columns):
                     writer.write_batch(batch)
         self._store.protect(folder)
         return spark.read.schema(schema).parquet(self._store.spark_path(folder))
@@ -47,12 +45,3 @@ class Staging:
         """Remove all rows that were read."""
         if self._store.folders(self._folder):
             self._store.remove(self._folder)
-
-
-def _batches(connection: Any, query: str, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-    with connection.cursor() as cursor:
-        cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
-        cursor.execute(query)
-        with cursor.fetch_record_batch() as reader:
-            for batch in reader:
-                yield adbc.conform(batch, columns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -16,14 +15,7 @@ from ..common.options import RunOptions
 from ..common.store import Store
 from ..rules import file as rules_file
 from ..rules.rule import Rule, Rules
-
-_ARROW_TYPES: Final = {
-    "string": pa.string(),
-    "bigint": pa.int64(),
-    "boolean": pa.bool_(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-    "array<string>": pa.list_(pa.field("element", pa.string())),
-}
+from ..sources.adbc import ARROW_TYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +64,7 @@ class Job:
 def arrow_schema(schema: str) -> pa.Schema:
     """The columns of a table of a run, whose `schema` is written in Spark's DDL."""
     columns = (column.split() for column in schema.split(", "))
-    return pa.schema([pa.field(name.strip("`"), _ARROW_TYPES[kind]) for name, kind in columns])
+    return pa.schema([pa.field(name.strip("`"), ARROW_TYPES[kind]) for name, kind in columns])
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:

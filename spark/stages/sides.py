@@ -260,18 +260,7 @@ def _key_sides(
 
 
 def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSelection:
-    if not conditions:
-        return selection
-    return TableSelection(
-        table=selection.table,
-        columns=selection.columns,
-        key=selection.key,
-        time=selection.time,
-        conditions=(*selection.conditions, *conditions),
-        equals=selection.equals,
-        span=selection.span,
-        in_broker=selection.in_broker,
-    )
+    return replace(selection, conditions=(*selection.conditions, *conditions))
 
 
 # The queries below read the queue, check-backs and failures of single messages. A finding shows the results, and no
