@@ -80,6 +80,7 @@ def run(
     # Without pyspark and pyarrow, other modules of this package can be imported.
     from . import pipeline
     from .common.store import Store
+    from .output import summary
     from .stages.findings import FINDINGS_SCHEMA
 
     options = RunOptions(
@@ -94,12 +95,7 @@ def run(
     )
     contents = pipeline.run(spark, options, Progress(quiet=quiet))
     store = Store(output)
-    counted = [
-        (rule["name"], group, name, count)
-        for rule in contents["rules"]
-        for group, counts in {"": rule["counts"], **rule["groups"]}.items()
-        for name, count in counts.items()
-    ]
+    counted = [(rule["name"], group, name, count) for rule, group, name, count in summary.counts(contents)]
     return Result(
         exit_code=pipeline.exit_code(contents),
         faults=contents["faults"],

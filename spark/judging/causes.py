@@ -18,17 +18,16 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 
 from ..common.safe_text import mask_passwords
-from ..rules.rule import CLASSES, FindingClass
+from ..rules.rule import CLASSES, CLOSED, FindingClass, FindingSeverity
 from .detail import DELIVERY_TEXTS
 from .remedies import REMEDIES, UUID
 
-_SEVERITIES: Final = ("critical", "warning", "info")
+_SEVERITIES: Final = tuple(FindingSeverity)
 _ORDER: Final = {name.value: place for place, name in enumerate(CLASSES)}
 # The classes for which a plan has a step that `outbox_repair` applies.
 _MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
 # The classes whose detail is the column that differs.
 _BY_COLUMN: Final = (FindingClass.MISMATCH.value, FindingClass.WRONG_EFFECT.value, FindingClass.WRONG_SUM.value)
-CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
 def column() -> Column:

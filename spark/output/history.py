@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..common.store import Store
-from ..rules.rule import FAULTS, FindingClass
+from ..rules.rule import CLOSED, FAULTS, FindingClass
+from . import summary
 
 COUNTS: Final = "counts"
 FINDINGS: Final = "findings"
@@ -37,7 +38,6 @@ SCHEMAS: Final = {
         ]
     ),
 }
-_CLOSED: Final = [FindingClass.RECOVERED.value, FindingClass.EXPIRED.value]
 # The classes whose counts are recorded even if they are 0, so that the table also has rows of a run without findings.
 _ALWAYS: Final = (FindingClass.OK.value, FindingClass.PENDING.value)
 
@@ -48,9 +48,7 @@ def of_result(store: Store, result: Mapping[str, Any]) -> dict[str, pa.Table]:
     head = {"run": result["run"], "finished_at": finished}
     counts = [
         {**head, "mode": result["mode"], "rule": rule["name"], "group": group, "class": name, "count": count}
-        for rule in result["rules"]
-        for group, counted in {"": rule["counts"], **rule["groups"]}.items()
-        for name, count in counted.items()
+        for rule, group, name, count in summary.counts(result)
         if count or name in _ALWAYS
     ]
     found = store.table(result["findings"], SCHEMAS[FINDINGS].names)
@@ -67,7 +65,7 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
     if found is None:
         return schema.empty_table()
     name, was = found["class"], found["was"]
-    is_closed = pc.is_in(name, pa.array(_CLOSED))
+    is_closed = pc.is_in(name, pa.array(CLOSED))
     is_new = pc.is_null(was)
     found = found.append_column("event", pc.if_else(is_closed, name, pc.if_else(is_new, "FOUND", "CHANGED")))
     differs = pc.or_kleene(is_new, pc.not_equal(name, was))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..common.errors import UsageProblem
+from . import summary
 
 _HELP: Final = {
     "outbox_reconcile_keys": "Number of keys per class in the newest result; the label group is empty for messages.",
@@ -78,13 +79,11 @@ def render(result: dict[str, Any], name: str) -> str:
     samples["outbox_reconcile_duration_seconds"].append((f"{{{common}}}", round(finished - started, 3)))
     for rule in result["rules"]:
         until = datetime.fromisoformat(rule["until"]).timestamp()
-        label = f'{common},rule="{_escaped(rule["name"])}"'
-        samples["outbox_reconcile_boundary_timestamp_seconds"].append((f"{{{label}}}", until))
-        subject = f'{label},topic="{_escaped(rule["topic"])}"'
-        for group, counts in [("", rule["counts"]), *rule["groups"].items()]:
-            for name, count in counts.items():
-                labels = f'{{{subject},group="{_escaped(group)}",class="{name}"}}'
-                samples["outbox_reconcile_keys"].append((labels, count))
+        label = f'{{{common},rule="{_escaped(rule["name"])}"}}'
+        samples["outbox_reconcile_boundary_timestamp_seconds"].append((label, until))
+    for rule, group, name, count in summary.counts(result):
+        subject = f'{common},rule="{_escaped(rule["name"])}",topic="{_escaped(rule["topic"])}"'
+        samples["outbox_reconcile_keys"].append((f'{{{subject},group="{_escaped(group)}",class="{name}"}}', count))
     lines = []
     for name, help_text in _HELP.items():
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]

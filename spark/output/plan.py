@@ -16,12 +16,12 @@ from itertools import islice
 from typing import Any, Final
 
 from ..common.store import Store, plain_json
-from ..rules.rule import FindingClass, GroupRule, Rule, Rules, SourceKind
+from ..rules.rule import CLOSED, FindingClass, GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
+from . import summary
 
 VERSION: Final = 2
 _SHOWN: Final = ("rule", "key", "group", "topic", "class", "message_id", "transaction_id", "detail")
-_CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
 class RepairAction(enum.StrEnum):
@@ -63,20 +63,18 @@ def lines(output: str, rules: Rules, limit: int | None = None) -> Iterator[str]:
         "rules": {name: _source(rule, rules) for name, rule in current.items()},
     }
     yield json.dumps(head)
-    is_open = (finding for finding in store.rows(result["findings"]) if finding["class"] not in _CLOSED)
+    is_open = (finding for finding in store.rows(result["findings"]) if finding["class"] not in CLOSED)
     for finding in islice(is_open, limit):
         yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
 
 
 def open_causes(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The causes of a result that have open findings, with the number of these findings, the most urgent first."""
-    causes = []
-    for cause in result["causes"]:
-        findings = cause["findings"] - cause["acknowledged"]
-        if findings and cause["class"] not in _CLOSED:
-            named = {name: cause[name] for name in ("subject", "class", "severity", "new", "oldest")}
-            causes.append({**named, "findings": findings})
-    return causes
+    shown = ("subject", "class", "severity", "new", "oldest")
+    return [
+        {**{name: cause[name] for name in shown}, "findings": cause["findings"] - cause["acknowledged"]}
+        for cause in summary.urgent(result)
+    ]
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import REMEDIES
-from ..rules.rule import CLASSES, FAULTS, FindingClass
+from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
 from .plot import Counts, open_plot, timeline
 
@@ -390,7 +390,7 @@ def _taken(finding: Mapping[str, Any], trace: str, place: _Place, evidence_part:
 
 def _cause_head(cause: Mapping[str, Any], oldest: Mapping[str, Any], shown: int) -> str:
     """The heading of a cause with its remedy, which names the ids of the oldest finding, and its commands."""
-    remedy = "" if cause["class"] in causes.CLOSED else oldest["remedy"] or ""
+    remedy = "" if cause["class"] in CLOSED else oldest["remedy"] or ""
     has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
     of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
     commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
@@ -407,7 +407,7 @@ def _finding(finding: Mapping[str, Any], longest: int = LONGEST) -> str:
     """The row of a finding, with its values cut to `longest` characters."""
     also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
     detail = _text(finding["detail"] or "", longest)
-    if also and finding["class"] not in causes.CLOSED:
+    if also and finding["class"] not in CLOSED:
         detail += f" <span class='dim'>(also {_text(', '.join(also), longest)})</span>"
     if finding["acknowledged"]:
         detail += f" <b>acknowledged</b> <span class='dim'>{_text(finding['acknowledged'], longest)}</span>"
@@ -424,7 +424,7 @@ def _finding(finding: Mapping[str, Any], longest: int = LONGEST) -> str:
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
     """All evidence about the finding's key, in a part of the page that the reader can open."""
-    if finding["class"] in causes.CLOSED:
+    if finding["class"] in CLOSED:
         return ""
     known = json.loads(finding["evidence"] or "{}")
     command = trace_command(finding, trace)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ..judging.causes import CLOSED
+from ..rules.rule import CLOSED
 
 SHOWN_ACTIONS: Final = 3
 # A database whose watermark is older than this when the run ends is named as the reason for the lag.
@@ -20,6 +20,14 @@ def urgent(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         for cause in result["causes"]
         if cause["class"] not in CLOSED and cause["findings"] > cause["acknowledged"]
     ]
+
+
+def counts(result: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str, int]]:
+    """The number of subjects of each rule, group ('' for the messages) and class."""
+    for rule in result["rules"]:
+        for group, counted in {"": rule["counts"], **rule["groups"]}.items():
+            for name, count in counted.items():
+                yield rule, group, name, count
 
 
 def counted(cause: Mapping[str, Any]) -> str:

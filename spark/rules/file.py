@@ -46,12 +46,6 @@ from .toml import TomlTable
 DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path", "namespace")
-# The log has no index on an expression over the body, and a repair locks the row's key, which must be the message's.
-_BY_BODY: Final = (
-    "a rule finds its messages by their key, not by a field of their body: dead letters, deliveries, the second look "
-    "and a repair find a message only by its key",
-    'publish the messages with key=…, and write key = "…" in the rule: the column or expression with the same value',
-)
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None, *, is_connected: bool = True) -> Rules:
@@ -92,7 +86,7 @@ class _Reader:
 
     def read(self, document: dict[str, Any]) -> Rules | None:
         top = TomlTable(
-            self.problems.append,
+            self.problems,
             document,
             "",
             ("version", "title", "database", "broker", "output", "rule", "acknowledge"),
@@ -101,7 +95,7 @@ class _Reader:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
         keys = ("database", "trace", "archive", "events")
-        broker = TomlTable(self.problems.append, document.get("broker", {}), "broker", keys)
+        broker = TomlTable(self.problems, document.get("broker", {}), "broker", keys)
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         self._events = self._declared(broker)
@@ -111,10 +105,10 @@ class _Reader:
         names = [rule.name for rule in rules]
         self._unique(names, "rule")
         known = [
-            _acknowledgement(TomlTable(self.problems.append, value, path, _ACKNOWLEDGE_KEYS), names)
+            _acknowledgement(TomlTable(self.problems, value, path, _ACKNOWLEDGE_KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
-        output = TomlTable(self.problems.append, document.get("output", {}), "output", ("mode", "fail_above"))
+        output = TomlTable(self.problems, document.get("output", {}), "output", ("mode", "fail_above"))
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
@@ -184,7 +178,7 @@ class _Reader:
         return mode
 
     def _databases(self, values: Any) -> dict[str, DatabaseRule]:
-        section = TomlTable(self.problems.append, values, "database", tuple(values) if isinstance(values, dict) else ())
+        section = TomlTable(self.problems, values, "database", tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
         read = {name: self._database(name, value) for name, value in section.values.items()}
@@ -192,9 +186,9 @@ class _Reader:
 
     def _with_primary(self, database: DatabaseRule, value: Any, read: dict[str, DatabaseRule]) -> DatabaseRule:
         primary = value.get("primary") if isinstance(value, dict) else None
-        if not isinstance(primary, str):
+        if primary is None:
             return database
-        known = read.get(primary)
+        known = read.get(str(primary))
         if known is None or known.kind is not SourceKind.POSTGRES or primary == database.name:
             text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
             self.problems.append(f"{text}; add [database.{primary}].")
@@ -202,7 +196,7 @@ class _Reader:
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
         keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction", "read_on")
-        table = TomlTable(self.problems.append, value, f"database.{name}", keys)
+        table = TomlTable(self.problems, value, f"database.{name}", keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
@@ -215,7 +209,7 @@ class _Reader:
             location=self._location(table, kind, given[0]) if given else "",
             schema=table.text("schema", "public") or "public",
             watermark=table.text("watermark"),
-            longest_transaction_seconds=self._longest_transaction(table),
+            longest_transaction_seconds=table.seconds("longest_transaction", DEFAULT_LONGEST_TRANSACTION_SECONDS),
             reads_on_driver=self._reads_on_driver(table, kind),
         )
 
@@ -227,13 +221,6 @@ class _Reader:
         elif "read_on" in table.values and kind is not SourceKind.POSTGRES:
             table.problem("read_on", f"has no meaning for kind {kind.value!r}", "remove it")
         return reader == "driver"
-
-    @staticmethod
-    def _longest_transaction(table: TomlTable) -> float:
-        table.text("primary")
-        default = DEFAULT_LONGEST_TRANSACTION_SECONDS
-        seconds = table.seconds("longest_transaction", default)
-        return default if seconds is None else seconds
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
@@ -263,9 +250,7 @@ class _Reader:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")
-        table = TomlTable(self.problems.append, value, path, (*keys, *more, *again, "message_key"))
-        if "message_key" in table.values:
-            table.problem("message_key", *_BY_BODY)
+        table = TomlTable(self.problems, value, path, (*keys, *more, *again))
         database = table.required("database")
         self._known(table, "database", database, databases)
         severity = table.choice("severity", FindingSeverity, FindingSeverity.CRITICAL)
@@ -287,11 +272,11 @@ class _Reader:
             message_when=self._message_when(table, event),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
-            grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS) or 0.0,
+            grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS),
             late_after_seconds=table.seconds("late_after", None),
-            stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS) or 0.0,
+            stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS),
             bucket_seconds=table.seconds("bucket", None),
-            look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS) or 0.0,
+            look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS),
             look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)),
             allow_empty=table.flag("allow_empty"),
             fields=fields,
@@ -379,7 +364,7 @@ class _Reader:
 
     def _field(self, value: Any, path: str, event: EventRule | None, types: Mapping[str, FieldType]) -> FieldRule:
         """Read one field. The event, if the rule names one, has the type of the field."""
-        table = TomlTable(self.problems.append, value, path, ("column", "body", "type", "tolerance"))
+        table = TomlTable(self.problems, value, path, ("column", "body", "type", "tolerance"))
         column = table.required("column")
         body = table.text("body") or column
         if event is not None and body not in types:
@@ -426,7 +411,7 @@ class _Reader:
         fields: Sequence[FieldRule],
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
-        table = TomlTable(self.problems.append, value, path, (*keys, "compare_effect", "sum_effect"))
+        table = TomlTable(self.problems, value, path, (*keys, "compare_effect", "sum_effect"))
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
@@ -449,7 +434,7 @@ class _Reader:
             owed_when=table.text("owed_when"),
             compare_effect=self._of_effect(table, "compare_effect", fields),
             sum_effect=self._of_effect(table, "sum_effect", fields),
-            within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
+            within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS),
             severity=table.choice("severity", FindingSeverity, severity),
         )
 

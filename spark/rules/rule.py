@@ -311,6 +311,8 @@ class FindingClass(enum.StrEnum):
 CLASSES: Final = tuple(FindingClass)
 FAULTS: Final = CLASSES[: CLASSES.index(FindingClass.PENDING)]
 """The classes that are findings, and that can be acknowledged."""
+CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
+"""The classes of subjects of earlier runs that are no findings any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

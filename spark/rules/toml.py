@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from ..common.options import parse_duration
 
 Choice = TypeVar("Choice", bound=StrEnum)
+Default = TypeVar("Default", bound=float | None)
 
 
 class TomlTable:
     """Reads typed values from one TOML table, and reports each error with the path of its key."""
 
-    def __init__(self, report: Callable[[str], None], values: Any, path: str, allowed: tuple[str, ...]) -> None:
-        """`path` is the path of the table; '' for the file."""
-        self._report, self._path = report, path
+    def __init__(self, problems: list[str], values: Any, path: str, allowed: tuple[str, ...]) -> None:
+        """`problems` gets the errors. `path` is the path of the table; '' for the file."""
+        self._problems, self._path = problems, path
         self.values: dict[str, Any] = values if isinstance(values, dict) else {}
         if not isinstance(values, dict):
             self.problem(None, "must be a table", "write it as [section] or [[section]]")
@@ -29,7 +30,7 @@ class TomlTable:
 
     def problem(self, key: str | None, what: str, remedy: str) -> None:
         """Report an error at a key of this table, or at the table itself if `key` is None."""
-        self._report(f"{self._at(key) or 'file'}: {what}; {remedy}.")
+        self._problems.append(f"{self._at(key) or 'file'}: {what}; {remedy}.")
 
     def _at(self, key: str | None) -> str:
         return ".".join(filter(None, (self._path, key)))
@@ -67,7 +68,7 @@ class TomlTable:
         self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(choices)}")
         return default
 
-    def seconds(self, key: str, default: float | None) -> float | None:
+    def seconds(self, key: str, default: Default) -> float | Default:
         """The duration of a key, in seconds."""
         value = self.values.get(key)
         if value is None:

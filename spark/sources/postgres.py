@@ -78,7 +78,7 @@ class PostgresSource:
         self.close()
         connection = self._connect()
         try:
-            activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
+            activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
             complete = self._completeness(connection, activity, identifier)
             # The joins of the checksums need this memory. With `staging`, the same transaction reads all rows.
@@ -123,7 +123,7 @@ class PostgresSource:
         The WAL position is read after the open transactions; it is '' on a replica.
         """
         with contextlib.closing(self._connect()) as connection:
-            activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
+            activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
         return activity, position, self._system_identifier()
 

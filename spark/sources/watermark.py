@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 from ..common.errors import RunIncomplete, UsageProblem
 from ..rules.rule import DatabaseRule
@@ -64,11 +64,6 @@ class Completeness:
 
     watermark: datetime
     notes: list[str]
-
-
-def of_row(row: tuple[Any, ...]) -> Activity:
-    """The values of a result row of OLDEST."""
-    return Activity(*row)
 
 
 def of_server(database: DatabaseRule, activity: Activity) -> Completeness:

@@ -121,11 +121,6 @@ MISTAKES: list[tuple[str, str, str]] = [
         "needs exactly one of key, message_id",
     ),
     ('name = "order-paid"', 'name = ""', "must be a text that is not empty"),
-    (
-        'key = "id"',
-        'key = "id"\nmessage_key = "body ->> \'order_id\'"',
-        "rule['order-paid'].message_key: a rule finds its messages by their key, not by a field of their body",
-    ),
     ("version = 1", "version = 2", "must be 1, got 2; write version = 1."),
 ]
 
