@@ -108,9 +108,7 @@ def _more(count: str, what: str) -> Column:
 
 
 def _surplus_effects(rule: Rule) -> Column:
-    count = F.lit(None).cast("bigint")
-    for number, group in enumerate(rule.groups):
-        count = F.when(F.col("group") == group.name, F.col(f"effects_{number}")).otherwise(count)
+    count = of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint")
     messages = F.when(F.col("committed") == 1, "one message").otherwise(F.format_string("%d messages", "committed"))
     return F.format_string("%d effects of %s by %s", count, messages, "group")
 
@@ -175,11 +173,11 @@ def _sum_differs(rule: Rule, number: int, place: int) -> Column:
     return _is_apart(total, F.col(f"about.v{place}"), rule.fields[place])
 
 
-def _of_group(rule: Rule, text: Callable[[int, GroupRule], Column]) -> Column:
-    """The text for the group of the finding."""
-    found = F.lit(None).cast("string")
+def of_group(rule: Rule, value: Callable[[int, GroupRule], Column], otherwise: Column | None = None) -> Column:
+    """The value for the group of the finding; for a finding about the message, `otherwise`, or null."""
+    found = F.lit(None) if otherwise is None else otherwise
     for number, group in enumerate(rule.groups):
-        found = F.when(F.col("group") == group.name, text(number, group)).otherwise(found)
+        found = F.when(F.col("group") == group.name, value(number, group)).otherwise(found)
     return found
 
 
@@ -192,7 +190,7 @@ def _wrong_effect(rule: Rule) -> Column:
         joined = F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
         return F.concat(F.lit(f"effect of {group.name} and message differ: "), joined)
 
-    return _of_group(rule, text)
+    return of_group(rule, text)
 
 
 def _wrong_sum(rule: Rule) -> Column:
@@ -206,7 +204,7 @@ def _wrong_sum(rule: Rule) -> Column:
         count = F.format_string(f"%d effects of {group.name.replace('%', '%%')} ", f"effects_{number}")
         return F.concat(count, F.lit("do not add up to their message: "), joined)
 
-    return _of_group(rule, text)
+    return of_group(rule, text)
 
 
 def _pair(rule: Rule, place: int, start: str, ours: Column, theirs: Column, where: str) -> Column:
@@ -222,7 +220,7 @@ def _early(rule: Rule) -> Column:
         before = _span(F.unix_micros("row_at") - F.unix_micros(f"effect_at_{number}"))
         return F.concat(F.lit(f"the effect of {group.name} is "), before, F.lit(" older than its row"))
 
-    return _of_group(rule, text)
+    return of_group(rule, text)
 
 
 def _differences(rule: Rule) -> Column:
@@ -295,15 +293,15 @@ def _late(rule: Rule) -> Column:
         F.lit("the message was committed "), _span(F.unix_micros("settled_at") - F.unix_micros("row_at")),
         F.lit(" after the row's time; the limit is "), _span(_limit(rule.late_after_seconds or 0.0)),
     )  # fmt: skip
-    text = of_message
     due = F.unix_micros(F.greatest("row_at", F.coalesce("due_at", "row_at")))
-    for number, group in enumerate(rule.groups):
-        late = F.concat(
+
+    def late(number: int, group: GroupRule) -> Column:
+        return F.concat(
             F.lit(f"the effect of {group.name} came "), _span(F.unix_micros(f"effect_at_{number}") - due),
             F.lit(" after it was due; the limit is "), _span(_limit(group.within_seconds)),
         )  # fmt: skip
-        text = F.when(F.col("group") == group.name, late).otherwise(text)
-    return text
+
+    return of_group(rule, late, of_message)
 
 
 def _limit(seconds: float) -> Column:

@@ -22,7 +22,7 @@ from ..rules.rule import FindingClass, Rule
 from ..sources import contract
 from ..sources.databases import Sources
 from . import sides
-from .job import Job, write
+from .job import Job, columns_of, write
 from .prepare import PreparedRule, margin
 from .scan import SUSPECT_SCHEMA, ScannedRule
 
@@ -204,10 +204,9 @@ def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
 
 def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
     """The oldest dead letter of each key and group."""
-    name = F.col("state")
     group = F.lit(None).cast("string")
     for declared in rule.groups:
-        group = F.when(name == contract.dead_state(declared), declared.name).otherwise(group)
+        group = F.when(F.col("state") == contract.dead_state(declared), declared.name).otherwise(group)
     letters = read.dead_letters.select("key", group.alias("group"), "log_id").where(F.col("group").isNotNull())
     return letters.groupBy("key", "group").agg(
         F.min("log_id").alias("dead_log_id"), F.count(F.lit(1)).alias("dead_count")
@@ -256,7 +255,7 @@ def _evidence(rule: Rule) -> Column:
     ]
     facts = [F.col("newest_messages").alias("messages"), F.col("group_positions").alias("deliveries")]
     facts += [F.array(*effects).alias("effects")] if effects else []
-    return F.to_json(F.struct(*facts), {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"}).alias("evidence")
+    return F.to_json(F.struct(*facts), {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"})
 
 
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
@@ -264,45 +263,24 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
 
     docs/reconciliation/report.md describes them.
     """
-    group = F.col("group")
-    severity = F.lit(rule.severity.value)
-    effects, effect_at = F.lit(None).cast("bigint"), F.lit(None).cast("timestamp")
-    for number, declared in enumerate(rule.groups):
-        severity = F.when(group == declared.name, F.lit(declared.severity.value)).otherwise(severity)
-        effects = F.when(group == declared.name, F.col(f"effects_{number}")).otherwise(effects)
-        effect_at = F.when(group == declared.name, F.col(f"effect_at_{number}")).otherwise(effect_at)
-    return found.select(
-        F.lit(rule.name).alias("rule"),
-        F.lit(rule.table).alias("table"),
-        F.lit(rule.topic).alias("topic"),
-        "key",
-        "group",
-        "class",
-        severity.alias("severity"),
-        "flags",
-        detail.mismatched(rule).alias("mismatched"),
-        detail.of(rule).alias("detail"),
-        "at",
-        F.when(F.col("rows") > 0, F.col("row_at")).alias("row_at"),
-        "message_at",
-        "settled_at",
-        effect_at.alias("effect_at"),
-        "rows",
-        F.col("committed").alias("messages"),
-        "undecided",
-        effects.alias("effects"),
-        F.col("about.message_id").alias("message_id"),
-        F.col("about.transaction_id").alias("transaction_id"),
-        F.col("about.log_id").alias("log_id"),
-        F.col("about.tag").alias("tag"),
-        F.col("about.decided_by").alias("decided_by"),
-        "delivery",
-        F.col("row.json").alias("row"),
-        F.col("about.body").alias("body"),
-        _evidence(rule),
-        _values(rule).alias("values"),
-        "carry",
-    )
+    columns: dict[str, Column] = {
+        "rule": F.lit(rule.name),
+        "table": F.lit(rule.table),
+        "topic": F.lit(rule.topic),
+        "severity": detail.of_group(rule, lambda _, group: F.lit(group.severity.value), F.lit(rule.severity.value)),
+        "mismatched": detail.mismatched(rule),
+        "detail": detail.of(rule),
+        "row_at": F.when(F.col("rows") > 0, F.col("row_at")),
+        "effect_at": detail.of_group(rule, lambda number, _: F.col(f"effect_at_{number}")).cast("timestamp"),
+        "messages": F.col("committed"),
+        "effects": detail.of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint"),
+        "row": F.col("row.json"),
+        "evidence": _evidence(rule),
+        "values": _values(rule),
+    }
+    for name in ("message_id", "transaction_id", "log_id", "tag", "decided_by", "body"):
+        columns[name] = F.col(f"about.{name}")
+    return found.select(*[columns.get(name, F.col(name)).alias(name) for name in columns_of(SCHEMA)])
 
 
 def _values(rule: Rule) -> Column:

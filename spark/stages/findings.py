@@ -23,11 +23,10 @@ from ..judging.remedies import with_remedies
 from ..rules.rule import CLASSES, FAULTS, Acknowledgement, FindingClass
 from . import confirm
 from .confirm import OPEN_SCHEMA, ConfirmedRule, judgeable
-from .job import Job, check_parts, empty_frame, put, write
+from .job import Job, check_parts, columns_of, empty_frame, put, write
 from .scan import SUSPECT_SCHEMA, Counts
 
 SUBJECT: Final = ["rule", "key", "group"]
-OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
 FINDINGS_SCHEMA: Final = (
     confirm.SCHEMA.removesuffix(confirm.INTERNAL)
     + "first_seen timestamp, was string, acknowledged string, remedy string"
@@ -247,13 +246,13 @@ def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> Dat
     unique = waiting.unionByName(unjudged.select(*columns)).groupBy(*SUBJECT).agg(F.min("at").alias("at"))
     current = confirmed.where(F.col("class").isin(_FAULTS)).select(*SUBJECT)
     known = earlier.select(*SUBJECT, "class", "first_seen")
-    return unique.join(current, SUBJECT, "left_anti").join(known, SUBJECT, "left").select(*OPEN_COLUMNS)
+    return unique.join(current, SUBJECT, "left_anti").join(known, SUBJECT, "left").select(*columns_of(OPEN_SCHEMA))
 
 
 def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
     """The subjects that the next run judges again (OPEN_SCHEMA)."""
-    faults = findings.where(F.col("class").isin(_FAULTS)).select(*OPEN_COLUMNS)
-    return faults.unionByName(pending.select(*OPEN_COLUMNS))
+    faults = findings.where(F.col("class").isin(_FAULTS)).select(*columns_of(OPEN_SCHEMA))
+    return faults.unionByName(pending.select(*columns_of(OPEN_SCHEMA)))
 
 
 _KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, acknowledged string"
@@ -277,7 +276,7 @@ def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Seque
 
 def in_order(findings: DataFrame) -> DataFrame:
     """The findings with the columns of the findings file, in the order of the columns in this file."""
-    return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
+    return findings.select(*columns_of(FINDINGS_SCHEMA))
 
 
 def counted(findings: DataFrame) -> list[FindingCounts]:

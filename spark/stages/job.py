@@ -61,10 +61,15 @@ class Job:
         return self.path(name)
 
 
+def columns_of(schema: str) -> dict[str, str]:
+    """The type of each column of a table of a run, whose `schema` is written in Spark's DDL."""
+    named = (column.split() for column in schema.split(", "))
+    return {name.strip("`"): kind for name, kind in named}
+
+
 def arrow_schema(schema: str) -> pa.Schema:
-    """The columns of a table of a run, whose `schema` is written in Spark's DDL."""
-    columns = (column.split() for column in schema.split(", "))
-    return pa.schema([pa.field(name.strip("`"), ARROW_TYPES[kind]) for name, kind in columns])
+    """The columns of a table of a run."""
+    return pa.schema([pa.field(name, ARROW_TYPES[kind]) for name, kind in columns_of(schema).items()])
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:

@@ -17,10 +17,9 @@ from ..sources.databases import Sources
 from ..sources.values import NUMBER
 from . import sides
 from .checksums import ComparedChecksums
-from .job import Job, check_parts
+from .job import Job, check_parts, columns_of, put
 from .prepare import PreparedRule
 
-SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
 Counts = dict[str, dict[str, int]]
 """The number of keys, first by subject ('' for the message, or the name of a group), then by class."""
@@ -105,14 +104,15 @@ def _look(
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     if rule.has_numbers:
         judged.append(F.count_if((F.col("holds") != 0) & evidence.is_equal_by_rounding()).alias("rounded"))
-    found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
-    written = Observation(f"suspects {rule.name}")
+    found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(
+        *columns_of(SUSPECT_SCHEMA)
+    )
     with readable_errors(f"reading the tables of rule {rule.name!r}"):
-        found.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
+        written = put(found, target)
         seen, rows = observation.get, []
-        if written.get["count"]:
+        if written:
             rows = spark.read.schema(SUSPECT_SCHEMA).parquet(target).groupBy("group", "class").count().collect()
-        check_parts(target, int(written.get["count"] or 0), sum(int(row["count"]) for row in rows))
+        check_parts(target, written, sum(int(row["count"]) for row in rows))
     counts = _no_counts(rule)
     for row in rows:
         counts[row["group"]][row["class"]] = int(row["count"])
