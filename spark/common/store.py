@@ -93,19 +93,21 @@ class Store:
             return None
 
     def folders(self, name: str) -> list[str]:
-        """The folders in folder `name`."""
+        """The names of the folders in folder `name`."""
+        return self._names(name, pafs.FileType.Directory)
+
+    def files(self, name: str) -> list[str]:
+        """The names of the files in folder `name`."""
+        return self._names(name, pafs.FileType.File)
+
+    def _names(self, name: str, kind: pafs.FileType) -> list[str]:
         found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
-        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+        return sorted(info.base_name for info in found if info.type == kind)
 
     @property
     def local_folder(self) -> Path | None:
         """The folder; None if the location is a URI."""
         return Path(self._location) if self._is_local else None
-
-    def files(self, name: str) -> list[str]:
-        """The names of the files in folder `name`."""
-        found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
-        return sorted(info.base_name for info in found if info.type == pafs.FileType.File)
 
     def remove_file(self, name: str) -> None:
         """Remove a file, if it exists."""

@@ -14,12 +14,12 @@ from typing import Any, Final
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
 
 from ..common.errors import RunIncomplete, UsageProblem, causes
 from ..common.store import Store
 from ..sources.lake import NOT_CONFIGURED, first_line, format_of, remedy
 from ..stages.findings import FINDINGS_SCHEMA
+from ..stages.job import columns_of
 
 _SCHEMA: Final = f"run string, finished_at timestamp, {FINDINGS_SCHEMA}"
 
@@ -30,7 +30,7 @@ class FindingsTable:
     def __init__(self, spark: SparkSession, name: str) -> None:
         """Raise UsageProblem if the table does not exist, if its commits are not atomic, or if it lacks a column."""
         self._spark, self._name = spark, name
-        self._wanted = {field.name: field.dataType.simpleString() for field in _struct(_SCHEMA)}
+        self._wanted = columns_of(_SCHEMA)
         try:
             found = {field.name: field.dataType.simpleString() for field in spark.table(name).schema.fields}
             kind = format_of(spark, name)
@@ -93,9 +93,3 @@ class FindingsTable:
     def _ddl(self) -> str:
         columns = ", ".join(f"`{column}` {kind}" for column, kind in self._wanted.items())
         return f"CREATE TABLE {self._name} ({columns}) USING delta (or: USING iceberg)"
-
-
-def _struct(schema: str) -> StructType:
-    struct = StructType.fromDDL(schema)
-    assert isinstance(struct, StructType)
-    return struct
