@@ -209,9 +209,7 @@ def _wrong_sum(rule: Rule) -> Column:
 
 def _pair(rule: Rule, place: int, start: str, ours: Column, theirs: Column, where: str) -> Column:
     field = rule.fields[place]
-    shown = [
-        masking.shown(rule, field, F.substring(_readable(value, field.type), 1, _SHOWN)) for value in (ours, theirs)
-    ]
+    shown = [masking.shown(rule, field, F.substring(_readable(value, field), 1, _SHOWN)) for value in (ours, theirs)]
     return F.concat(F.lit(start), *_between(shown[0], shown[1], where))
 
 
@@ -235,7 +233,7 @@ def _differences(rule: Rule) -> Column:
                 )
             ]
         else:
-            shown = [masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)]
+            shown = [masking.shown(rule, field, _readable(value, field)) for value in (ours, theirs)]
             between = _between(shown[0], shown[1])
         texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
@@ -268,13 +266,16 @@ def _between(ours: Column, theirs: Column, where: str = "row") -> list[Column]:
     return [F.coalesce(ours, absent), F.lit(f" in the {where}, "), F.coalesce(theirs, absent), F.lit(" in the body")]
 
 
-def _readable(value: Column, kind: FieldType) -> Column:
-    if kind in (FieldType.DECIMAL, FieldType.INTEGER):
+def _readable(value: Column, field: FieldRule) -> Column:
+    if field.type in (FieldType.DECIMAL, FieldType.INTEGER):
         text = F.regexp_replace(value, r"\.?0+$", "")
         for place, (name, *_) in NOT_FINITE.items():
             text = F.when(value == str(place), name).otherwise(text)
         return text
-    return shown(value, kind)
+    if field.tolerance is not None:
+        # A time with a tolerance is compared in seconds.
+        value = (value.try_cast(NUMBER) * 1_000_000).cast("bigint").cast("string")
+    return shown(value, field.type)
 
 
 def _unreadable() -> Column:

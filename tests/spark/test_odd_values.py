@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 
 from spark.common.store import Store
-from spark.judging import evidence
+from spark.judging import detail, evidence
 from spark.output import plan, report
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType, Rule
@@ -89,6 +90,18 @@ def test_a_number_that_is_not_finite_is_equal_to_itself_alone(spark_session: Spa
     assert [row["why"] for row in found] == [
         "", "", "", "v is '1e300', which is no decimal of up to 26 digits before the point", "",
     ]  # fmt: skip
+
+
+def test_times_that_differ_by_more_than_their_tolerance_are_shown(spark_session: SparkSession) -> None:
+    """They are compared in seconds; the finding named no time, but `null` twice."""
+    field = FieldRule(column="at", body="at", type=FieldType.TIMESTAMP, tolerance="5")
+    rule = Rule(name="r", database="d", table="t", key="id", time="at", topic="x", fields=(field,))
+    times = spark_session.createDataFrame(
+        [("1748779200.000000000000", "1748779205.500000000000")], "ours string, theirs string"
+    )
+    sides = [F.struct(F.col(name).alias("v0")).alias(side) for name, side in (("ours", "row"), ("theirs", "about"))]
+    [(text,)] = times.select(*sides).select(detail._differences(rule)).collect()
+    assert text == "at 2025-06-01T12:00:00.000000Z in the row, 2025-06-01T12:00:05.500000Z in the body"
 
 
 def _texts(value: Any) -> list[str]:
