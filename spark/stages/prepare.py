@@ -58,7 +58,8 @@ def prepare(
     schema = job.rules.databases[job.rules.broker].schema
     rule, of_groups = subscriptions.resolved(rule, sources.broker, schema)
     missing = _missing_views(rule, sources)
-    window = _window(rule, job.options, snapshots, previous)
+    known = _known_rule(previous, rule)
+    window = _window(rule, job.options, snapshots, known)
     notes: list[str] = []
     if horizon is not None:
         window, notes = _limited_by_retention(rule, window, horizon)
@@ -74,7 +75,7 @@ def prepare(
         for group in rule.groups
         if not group.table
     ]
-    looked_back = _looked_back(rule, window, previous)
+    looked_back = _looked_back(window, known)
     return PreparedRule(
         rule=rule, window=window, missing_views=frozenset(missing), looked_back=looked_back, notes=notes
     )
@@ -116,15 +117,18 @@ def _missing_views(rule: Rule, sources: Sources) -> list[str]:
 
 
 def _window(
-    rule: Rule, options: RunOptions, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None
+    rule: Rule, options: RunOptions, snapshots: Sequence[SourceBoundary], known: dict[str, Any] | None
 ) -> Window:
-    """The rule's window. Raises RunIncomplete if the interval is not over yet, or if no source has a watermark."""
-    known = [reading.watermark for reading in snapshots if reading.watermark is not None]
-    if not known:
+    """The rule's window; `known` is the rule in the previous result.
+
+    Raises RunIncomplete if the interval is not over yet, or if no source has a watermark.
+    """
+    times = [reading.watermark for reading in snapshots if reading.watermark is not None]
+    if not times:
         raise RunIncomplete(
             "no source contains a time, so the watermark is not known. Write watermark = … in [database.…]."
         )
-    watermark = min(known if options.no_later_than is None else [*known, options.no_later_than])
+    watermark = min(times if options.no_later_than is None else [*times, options.no_later_than])
     boundary = watermark - timedelta(seconds=rule.grace_seconds)
     since, until = options.since, options.until
     if until is not None:
@@ -135,17 +139,17 @@ def _window(
                 f"period). Repeat the run later."
             )
         boundary = until
-    if since is None and previous is not None and not options.full:
-        since = _end_of(previous, rule)
+    if since is None and known is not None and not options.full:
+        since = datetime.fromisoformat(known["until"])
     if since is not None and until is None:
         boundary = max(boundary, since)
-        back = _look_back(rule, options, since, boundary, _known_rule(previous, rule))
+        back = _look_back(rule, options, since, boundary, known)
         since = since if back is None else min(since, back)
     return Window(since, boundary, watermark, is_exact=until is not None)
 
 
 def _look_back(
-    rule: Rule, options: RunOptions, since: datetime, boundary: datetime, previous: dict[str, Any] | None
+    rule: Rule, options: RunOptions, since: datetime, boundary: datetime, known: dict[str, Any] | None
 ) -> datetime | None:
     """The time from which the run's look back judges rows again. `since` and `boundary` are the run's window.
 
@@ -160,8 +164,8 @@ def _look_back(
         return boundary - timedelta(seconds=options.look_back.seconds)
     if not rule.look_back_seconds:
         return None
-    known = None if previous is None else previous.get("looked_back")
-    last = None if known is None else datetime.fromisoformat(known["at"])
+    looked_back = None if known is None else known.get("looked_back")
+    last = None if looked_back is None else datetime.fromisoformat(looked_back["at"])
     every = rule.look_back_every_seconds
     if every is None:
         every = 0.0 if options.batch is None else DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS
@@ -186,12 +190,6 @@ def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tupl
     return replace(window, floor=floor, since=floor), [note]
 
 
-def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
-    """The end of the rule's window in the previous result; None if the rule is new or was changed."""
-    known = _known_rule(previous, rule)
-    return None if known is None else datetime.fromisoformat(known["until"])
-
-
 def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
     """The rule in the previous result; None if the rule is new or was changed."""
     for known in [] if previous is None else previous["rules"]:
@@ -201,14 +199,13 @@ def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] |
     return None
 
 
-def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
+def _looked_back(window: Window, known: dict[str, Any] | None) -> dict[str, str | None] | None:
     """The last look back, as a dictionary. `at` is the time of the look back, and `from` is the time of the oldest rows
     that the look back judged again (None if the look back judged all rows again).
 
     The function returns None for an interval, because each run judges the whole interval. The function also returns
     None if no run has looked back.
     """
-    known = _known_rule(previous, rule)
     if window.is_exact:
         return None
     before = None if known is None else datetime.fromisoformat(known["until"])
