@@ -95,11 +95,11 @@ bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else 
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks
 
-goals: $(STAMP) ## The figures of the goals in docs/performance.md, in 25 minutes (SLOWED=1: on a slowed machine)
+goals: $(STAMP) ## The figures of the goals in docs/maintainers/performance.md, in 25 minutes (SLOWED=1: on a slowed machine)
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks.goals $(if $(SLOWED),--slowed)
 
-tables: $(STAMP) ## Print the stored figures into docs/performance
+tables: $(STAMP) ## Print the stored figures into docs/maintainers
 	$(BIN)/python -m benchmarks.tables
 
 bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a picture (var/bench-quick.svg)

@@ -4,7 +4,7 @@
 
 Jobs of a million pairs (`--small`) show the time of starting and compiling. Jobs of ten million (`--pairs`) show the
 time per pair. With the defaults the script takes about half an hour, and 15 GB of disk. OUTBOX_BENCH_STORE=1 stores the
-table, `make tables` prints it into docs/performance/reconciliation.md.
+table, `make tables` prints it into docs/maintainers/figures.md.
 """
 
 from __future__ import annotations

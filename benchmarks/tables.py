@@ -1,8 +1,7 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
-It rewrites docs/performance.md, docs/performance/*.md and docs/operations/sizing.md. A block of figures is
-between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of
-`_OF_SIZING`, the name of a file in benchmarks/results, or `rest`: the figures that have no block yet, and the names of
+It rewrites three pages of docs/maintainers and docs/operations/sizing.md. A block of figures is between
+`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of `_OF_SIZING`, the name of a file in benchmarks/results, or `rest`: the figures that have no block yet, and the names of
 the scripts without figures. So a page has no empty tables, and a measurement is never without a place.
 """
 
@@ -39,8 +38,8 @@ def main() -> None:
 
 def pages() -> list[Path]:
     docs = ROOT / "docs"
-    performance = [docs / "performance.md", *sorted((docs / "performance").glob("*.md"))]
-    return [*performance, docs / "operations" / "sizing.md"]
+    of_maintainers = [docs / "maintainers" / f"{name}.md" for name in ("performance", "figures", "peers")]
+    return [*of_maintainers, docs / "operations" / "sizing.md"]
 
 
 def rendered(page: str) -> str:

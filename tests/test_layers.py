@@ -1,5 +1,5 @@
 """Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from folder to folder inside
-the broker, contrib.django and spark (docs/architecture.md); modules never import each other in a circle.
+the broker, contrib.django and spark (docs/maintainers/architecture.md); modules never import each other in a circle.
 
 All imports count, those for type checking and those inside functions too. So do literal calls of `import_module` and
 `__import__`, and strings that name a module of this tree: "outbox.broker.process", "module:attribute",

@@ -1,4 +1,4 @@
-"""docs/names.md lists every public name, and nothing that is not there."""
+"""docs/maintainers/names.md lists every public name, and nothing that is not there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.django import configured
 from tests.house.tables import SETTINGS, environment
 from tests.part_apps import command_files
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "maintainers" / "names.md"
 BY_PATH = "By their paths"
 
 

@@ -1,7 +1,7 @@
 """The columns that a run reads from the broker's published views and from the business tables.
 
 The views belong to the broker (`outbox/broker/schema`), and the name of a view ends with its version.
-docs/reconciliation/sources.md describes the views. A test compares the views in this module with the views of an
+docs/reconciliation/rules.md describes the views. A test compares the views in this module with the views of an
 installed broker.
 """
 

@@ -261,7 +261,7 @@ def _evidence(rule: Rule) -> Column:
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
     """The columns of the findings file, except the columns that depend on earlier results.
 
-    docs/reconciliation/report.md describes them.
+    docs/reconciliation/findings.md describes them.
     """
     columns: dict[str, Column] = {
         "rule": F.lit(rule.name),

@@ -1,4 +1,4 @@
-"""The projects of docs/migration for Celery: the project of docs/celery.md, with the files of the guide."""
+"""The calls of docs/migration.md for Celery, in the project of docs/celery.md."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ print(json.dumps([undone, sent()]))
 """
 
 
-@pytest.mark.parametrize("guide", ["celery-delay", "django-celery-outbox"])
+@pytest.mark.parametrize("guide", ["From Celery", "From django-celery-outbox"])
 def test_the_calls_of_a_guide_join_their_transaction(shop: Project, guide: str) -> None:
-    text = (ROOT / "docs" / "migration" / f"{guide}.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    text = page.split(f"\n## {guide}\n", 1)[1].split("\n## ", 1)[0]
     files = re.findall(r"^```python\n# (shop/\w+\.py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in files] == ["shop/celery.py", "shop/services.py"]
+    assert [name for name, _ in files] == ["shop/services.py"]
     for name, code in files:
         (shop.folder / name).write_text(code)
     assert json.loads(shop.python(PAID)) == [[], ["shop.tasks.send_invoice"]]

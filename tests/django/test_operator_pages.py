@@ -105,4 +105,4 @@ def test_the_sql_of_a_page(page: str, code: str, outbox_settings: Callable[..., 
 
 def test_there_are_commands_on_the_pages() -> None:
     assert len(EXECUTED) > 40 and len(SQL) >= 3
-    assert (DOCS / "operations" / "incidents.md") in FOR_OPERATORS
+    assert (DOCS / "operations" / "index.md") in FOR_OPERATORS

@@ -56,9 +56,12 @@ TOPICS: dict[str, Any] = {
 }
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, text) of the examples of a page that run."""
-    return [(found[1], found[2]) for found in BLOCKS.finditer((DOCS / page).read_text(encoding="utf-8"))]
+def blocks(page: str, after: str = "", before: str = "") -> list[tuple[str, str]]:
+    """(language, text) of the examples of a page that run, all or those between two headings (##)."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    text = text.split(f"\n## {after}\n", 1)[1] if after else text
+    text = text.split(f"\n## {before}", 1)[0] if before else text
+    return [(found[1], found[2]) for found in BLOCKS.finditer(text)]
 
 
 @pytest.fixture
@@ -84,8 +87,8 @@ class Page:
         self._change(TOPICS={**TOPICS, **topics}, **keys)
         install_broker(get_settings())
 
-    def run(self, page: str) -> None:
-        for language, text in blocks(page):
+    def run(self, page: str, after: str = "", before: str = "") -> None:
+        for language, text in blocks(page, after, before):
             if text.startswith("# before: "):
                 continue
             getattr(self, f"run_{language}")(text)
@@ -121,7 +124,7 @@ def paid(number: str = "1", **values: Any) -> models.Order:
 
 
 def test_publishing(page: Page) -> None:
-    page.run("publishing.md")
+    page.run("publishing.md", before="Failures")
     handled = record("order.step", "order.paid", "points.earned")
     assert async_to_sync(page.names["remind"])(7) is None
     drain()
@@ -145,7 +148,7 @@ def record(*topics: str) -> list[tuple[str, Any]]:
 
 
 def test_transactions(page: Page) -> None:
-    page.run("transactions.md")
+    page.run("publishing.md", after="Failures", before="Publish from SQL")
     handled = record("order.paid")
     drain()
     order = models.Order.objects.get()
@@ -192,7 +195,7 @@ def test_sql(path: str, shop: None, outbox_settings: Callable[..., None]) -> Non
     with connection.cursor() as cursor:
         cursor.execute("CREATE ROLE shop")
     try:
-        page.run("sql.md")
+        page.run("publishing.md", after="Publish from SQL")
         with connection.cursor() as cursor:
             cursor.execute("INSERT INTO shop_order (number, status) VALUES ('A-3', 'paid')")
         handled = record("order-paid")
@@ -308,18 +311,18 @@ def test_settings(page: Page) -> None:
 
 
 def test_on_commit(page: Page) -> None:
-    page.run("migration/on-commit.md")
+    page.run("migration.md", after="From on_commit", before="From Celery")
     assert models.Shipment.objects.get().order_id == models.Order.objects.get().pk
     assert [one.body for one in mail.outbox] == ["A-1"]
 
 
 def test_procrastinate(page: Page) -> None:
-    page.run("migration/procrastinate.md")
+    page.run("migration.md", after="From procrastinate", before="From django-outbox-pattern")
     assert models.Shipment.objects.get().order_id == models.Order.objects.get().pk
 
 
 def test_django_outbox_pattern(page: Page) -> None:
-    page.run("migration/django-outbox-pattern.md")
+    page.run("migration.md", after="From django-outbox-pattern")
     page.names["place"]("")
     drain()
     assert models.Shipment.objects.get().order_id == models.Order.objects.get(number="A-1").pk

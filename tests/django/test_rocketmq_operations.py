@@ -18,7 +18,7 @@ from outbox.contrib.rocketmq.operator_table import COMMANDS, METRICS, PAGES
 from tests.part_apps import app_of, command_files, has
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "rocketmq-operations.md"
+PAGE = ROOT / "docs" / "maintainers" / "rocketmq-operations.md"
 
 
 @pytest.fixture

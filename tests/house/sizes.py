@@ -28,7 +28,7 @@ def main() -> None:
     print(f"words of documents: {sum(len(text.split()) for text in map(read, pages)):,} on {len(pages)} pages")
     print(f"decisions: {len(list((ROOT / 'docs/decisions').glob('[0-9]*.md')))}")
     print(f"commands: {len(list((ROOT / 'outbox/contrib').glob('*/management/commands/outbox_*.py')))}")
-    names = read(ROOT / "docs/names.md").partition("## Settings")[2].partition("\n## ")[0]
+    names = read(ROOT / "docs/maintainers/names.md").partition("## Settings")[2].partition("\n## ")[0]
     print(f"settings: {len(re.findall('^[|] `', names, re.MULTILINE))}")
 
 

@@ -26,7 +26,7 @@ from tests.runbooks import systemctl
 from tests.servers import free_ports
 from tests.support import eventually
 
-PAGE = DOCS / "operations" / "runbooks.md"
+PAGE = DOCS / "operations" / "restore.md"
 _BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 # A small server whose socket is in its data directory, wherever this is moved to.
 # The roles of the databases. PostgreSQL 15 has no word for all of them.

@@ -1,4 +1,4 @@
-"""The blocks of docs/operations/runbooks.md do what the page says, while orders are placed and handled."""
+"""The blocks of docs/operations/restore.md do what the page says, while orders are placed and handled."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outbox.contrib.forwarding.sinks.signatures import InvalidSignature, key_pair, secret_bytes, sign, signer, verify
 from outbox.errors import ConfigurationError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sinks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "forwarding.md"
 # The example of the specification's reference implementations.
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 ID, STAMP, BODY = "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}'

@@ -74,8 +74,8 @@ def test_the_rules_of_the_sample_are_valid() -> None:
 
 def test_the_rules_of_the_documentation_are_valid() -> None:
     """The short file to begin with, the one that shows every key, and groups that are added to the first."""
-    [first] = blocks(DOCS / "reconciliation" / "first-run.md", "toml")
-    every, _, group, values = blocks(DOCS / "reconciliation" / "rules.md", "toml")
+    [first] = blocks(DOCS / "reconciliation" / "index.md", "toml")
+    every, _, group, values, _ = blocks(DOCS / "reconciliation" / "rules.md", "toml")
     field = f'[[rule.field]]\ncolumn = "amount"\ntype = "decimal"\n{values}'
     files = (first, every, f"{first.replace('logistics', 'mail')}\n{group}\n{field}")
     loaded = [rules_file.parse(text, environment=ENVIRONMENT) for text in files]

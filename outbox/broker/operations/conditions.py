@@ -20,7 +20,7 @@ and the tables of docs/ show every declared condition. `rules.py` lists the decl
 The doctor, `manage.py check` and the probe of a worker report further problems as conditions that are declared nowhere:
 such a condition is made by `of_text`, and has its own texts.
 
-See decision 091. docs/operations/incidents.md has the first command for each condition.
+See decision 091. docs/operations/index.md has the first command for each condition.
 """
 
 from __future__ import annotations

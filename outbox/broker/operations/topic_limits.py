@@ -108,11 +108,11 @@ class LimitUse:
         if self.measure == "space":
             return (
                 f"the messages that the broker stores take more than the topic's space_limit_bytes of {self.limit}. "
-                "Start the groups that are behind, and settle dead letters (docs/operations/backlog.md)"
+                "Start the groups that are behind, and settle dead letters (docs/operations/sizing.md)"
             )
         return (
             f"group {self.group!r} is more than the topic's backlog_limit of {self.limit} messages behind. Start or "
-            "speed up the workers of this group. If the group is gone for good, delete it (docs/operations/backlog.md)"
+            "speed up the workers of this group. If the group is gone for good, delete it (docs/operations/sizing.md)"
         )
 
 

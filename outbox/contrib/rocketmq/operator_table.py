@@ -1,7 +1,7 @@
 """What an operator can use on RocketMQ: every command, page and metric, and what to use instead of those that lack.
 
-An empty text says that it works. The tables of docs/rocketmq-operations.md are made from this file. Tests compare the
-keys with the commands, pages and metrics of the code.
+An empty text says that it works. Tests compare the tables of docs/maintainers/rocketmq-operations.md with this file,
+and the keys with the commands, pages and metrics of the code.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ BEGIN
     END IF;
     IF target.over_limit IS NOT NULL AND target.on_limit = 'refuse' THEN
         RAISE EXCEPTION 'topic % takes no messages now: %', topic, target.over_limit ->> 'reason'
-            USING ERRCODE = 'configuration_limit_exceeded', HINT = 'See docs/operations/backlog.md.';
+            USING ERRCODE = 'configuration_limit_exceeded', HINT = 'See docs/operations/sizing.md.';
     END IF;
     IF producer_group <> '' AND NOT may_publish_for(producer_group) THEN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)

@@ -117,7 +117,7 @@ def _ledgers() -> Iterator[Condition]:
             # Workers of a copy would answer checks of the original.
             remedy = (
                 "If one database is a copy of the other, make the copy harmless before its workers start "
-                "(docs/operations/runbooks.md#a-copy-for-staging)."
+                "(docs/operations/restore.md#a-copy-for-staging)."
             )
             text = (
                 f"has the same identity as the ledger of {owners[identity.ledger_id]!r} (the same database, or a copy)"

@@ -112,20 +112,22 @@ class TopicOptions:
         _TOPIC["on_park"],
         one_of("hold", "release"),
         word="park",
-        meaning="FIFO topics: if a message is [parked](transactions.md#parked-messages), later messages of the same "
+        meaning="FIFO topics: if a message is [parked](publishing.md#parked-messages), later messages of the same "
         "key wait (`hold`) or are delivered (`release`)",
     )
     backlog_limit: int | None = setting(
         _TOPIC["backlog_limit"],
         or_none(whole(1, "messages")),
         word="backlog limit",
-        meaning="the greatest number of messages that a group may be behind ([limits](operations/backlog.md))",
+        meaning="the greatest number of messages that a group may be behind "
+        "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
     space_limit_bytes: int | None = setting(
         _TOPIC["space_limit_bytes"],
         or_none(whole(1, "bytes")),
         word="space limit",
-        meaning="the greatest size of all messages that the broker stores ([limits](operations/backlog.md))",
+        meaning="the greatest size of all messages that the broker stores "
+        "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
     on_limit: str = setting(
         _TOPIC["on_limit"],

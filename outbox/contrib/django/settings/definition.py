@@ -48,10 +48,10 @@ class Rule(Generic[Value]):
 class Setting:
     """The definition of one setting. `name` is the name that a project writes; `shown` is the documented default.
 
-    `word` is the term from which the name is made (docs/names.md). `section` names the table of docs/settings.md that
-    lists the setting. A field without a section is in the section of the field before it. If `bundled_only` is true,
-    engines other than the bundled broker ignore the setting or refuse it. If it is a text, they refuse any other value
-    than the default with this text: the reason, and what to do.
+    `word` is the term from which the name is made (docs/maintainers/names.md). `section` names the table of
+    docs/settings.md that lists the setting. A field without a section is in the section of the field before it. If
+    `bundled_only` is true, engines other than the bundled broker ignore the setting or refuse it. If it is a text, they
+    refuse any other value than the default with this text: the reason, and what to do.
     """
 
     name: str

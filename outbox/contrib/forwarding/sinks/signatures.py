@@ -2,7 +2,7 @@
 
 The scheme has two kinds of signatures: `v1` (HMAC-SHA256, one shared secret `whsec_…`) and `v1a` (ed25519, a secret key
 `whsk_…` of the sender and a public key `whpk_…` of the receiver; needs the package cryptography). A receiver in Python
-can use `verify` directly. docs/sinks.md shows the same checks with openssl.
+can use `verify` directly. docs/forwarding.md shows the same checks with openssl.
 """
 
 from __future__ import annotations
