@@ -85,7 +85,7 @@ def test_files_and_code_can_be_read() -> None:
             configparser.ConfigParser().read_string(code, page.name)
 
 
-def test_the_page_names_every_condition_at_a_symptom() -> None:
+def test_every_condition_has_a_first_step() -> None:
     named = re.findall(r"`(\w+)`", text_of(DOCS / "operations" / "index.md"))
     assert set(catalogue()) - set(named) == set()
 
