@@ -2,7 +2,6 @@
 
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec
-from outbox.events.declaration import Compatibility, event, upcast
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.recall import Recall, RecallStatus
 from outbox.retry import RetryPolicy
@@ -17,7 +16,6 @@ __all__ = [
     "CheckBack",
     "Codec",
     "Codecs",
-    "Compatibility",
     "Decision",
     "Delivery",
     "Effects",
@@ -36,6 +34,4 @@ __all__ = [
     "Start",
     "Subscription",
     "Topic",
-    "event",
-    "upcast",
 ]

@@ -167,19 +167,11 @@ class HandlerNotStarted(OutboxError):
     """
 
 
-class UnknownEventVersion(HandlerNotStarted):
-    """Newer code has published the message, and this process does not know its event or its version.
+class NeedsNewerCode(HandlerNotStarted):
+    """Newer code has published the message, and this process cannot read it.
 
-    The message waits, without an attempt, for a process that knows `version` of `event`.
+    The message waits, without an attempt, for a process that can.
     """
-
-    event: str = ""
-    version: int = 0
-
-    def __init__(self, message: str | None = None, *, event: str, version: int) -> None:
-        super().__init__(message)
-        self.event = event
-        self.version = version
 
 
 class HandlerTimedOut(OutboxError):

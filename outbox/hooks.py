@@ -70,19 +70,33 @@ def add_admission(option: type, kind: str) -> None:
     admissions[option] = kind
 
 
+# The class of an option of subscriptions -> the dotted path of a class like `ResultReport`.
+result_reports: Final[dict[type, str]] = {}
+
+
+def add_result_report(option: type, kind: str) -> None:
+    """Let a part tell operators what the results of calls mean, for subscriptions with an option of this class.
+
+    `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/calls.py). A
+    consumer process makes one object per subscription with such an option, and calls it in the dispatching thread, on a
+    connection of the broker in autocommit mode. An error of it is an error of this thread's step, which begins again.
+    """
+    result_reports[option] = kind
+
+
 class SubscriptionRows(NamedTuple):
     """The dotted paths of the functions of a part that has rows about subscriptions in the broker's database."""
 
-    registered: str
     deleted: str
     left: str
     expired: str
+    registered: str | None = None
 
 
 subscription_rows: Final[dict[str, SubscriptionRows]] = {}
 
 
-def add_subscription_rows(name: str, *, registered: str, deleted: str, left: str, expired: str) -> None:
+def add_subscription_rows(name: str, *, deleted: str, left: str, expired: str, registered: str | None = None) -> None:
     """Keep rows of a part about subscriptions in step with subscriptions and consumer processes.
 
     `registered(run, key, subscription)`: a process has registered the subscription, whose key is (group id, topic id).
@@ -91,7 +105,7 @@ def add_subscription_rows(name: str, *, registered: str, deleted: str, left: str
     undoes the event. `expired(run)`: remove what processes have left behind that died unseen; called when a consumer
     process starts.
     """
-    subscription_rows[name] = SubscriptionRows(registered, deleted, left, expired)
+    subscription_rows[name] = SubscriptionRows(deleted, left, expired, registered)
 
 
 waits: Final[dict[str, None]] = {}
@@ -435,6 +449,36 @@ class Option:
         Duplicates are not published. An error refuses all messages of the call, and the caller's block is rolled back.
         """
         return {}
+
+
+class MessageTypes(NamedTuple):
+    """The dotted paths of the functions of a part with which projects declare types of messages.
+
+    `message`: `(value, body, key, tag, headers) -> (topic, body, key, tag, headers)`, for a value that was passed to
+    `publish` instead of a topic. `topic`: `(type) -> topic`. `option`: `(annotation, type) -> SubscriptionOption`: what
+    reads the bodies for a handler whose parameter has the annotation, or that was registered for the type. Each returns
+    None for what the part does not know.
+
+    `advice`: how a project declares a type, for errors.
+    """
+
+    message: str
+    topic: str
+    option: str
+    advice: str
+
+
+message_types: Final[dict[str, MessageTypes]] = {}
+
+
+def add_message_types(name: str, types: MessageTypes) -> None:
+    """Let projects pass values and types that a part knows to `publish`, `transactional_message` and `subscriber`.
+
+    `message` is called by `publish`; no transaction needs to be open yet, and an error refuses the message. `topic` and
+    `option` are called by the decorators, and an error is raised there. Modules with models may use the decorators, so
+    a part calls this in its package or in the module of its AppConfig, like `add_settings`.
+    """
+    message_types[name] = types
 
 
 # Name -> the dotted path of a function that returns what a part does with the body of every message.

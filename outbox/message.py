@@ -189,7 +189,7 @@ class Delivery(Generic[Body_co]):
     """One message that a consumer passes to one handler.
 
     `body` is decoded by the codec of the message's content type. For a handler with an annotation like
-    `Delivery[OrderPaid]`, `body` is an event of this type. If the message is erased, `body` is outbox.erased.ERASED.
+    `Delivery[OrderPaid]`, `body` is a value of this type. If the message is erased, `body` is outbox.erased.ERASED.
     A large body is read from its storage when `body` is first used; `open_body` reads it in pieces.
     `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see
@@ -230,14 +230,14 @@ class Delivery(Generic[Body_co]):
 
         A large body is read in pieces from its storage. Reading raises UndecodableBody at the end if the object was
         changed. Raises MissingBody if the object is gone. Raises UsageError if the body is erased, stored in
-        the form of another part, or already decoded to an event.
+        the form of another part, or already decoded to a value.
         """
         if self._unread is not None:
             return self._unread.open()
         if self.erased or self.message.content_type.startswith(OWN_CONTENT_TYPES):
             raise UsageError(
                 f"open_body of message {self.message_id}: the body is erased, stored as "
-                f"{self.message.content_type!r}, or already decoded to an event, so it cannot be read in pieces. Use "
+                f"{self.message.content_type!r}, or already decoded to a value, so it cannot be read in pieces. Use "
                 "delivery.body."
             )
         return io.BytesIO(self.message.body)
@@ -295,7 +295,7 @@ def afresh(deliveries: Sequence[Delivery]) -> list[Delivery]:
     """Return the deliveries for another call of the handler, each with a body of its own.
 
     The body is decoded again, because the earlier call may have changed the object that it got. Raises UndecodableBody,
-    UnknownEventVersion or HandlerNotStarted as the first decoding does.
+    NeedsNewerCode or HandlerNotStarted as the first decoding does.
     """
     return [
         one if one._decode is None else Delivery(**{**one.fields(), "body": one._decode(one.message)})

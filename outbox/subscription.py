@@ -6,11 +6,11 @@ See decision 003.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from outbox import hooks, names
 from outbox.errors import (
@@ -21,10 +21,12 @@ from outbox.errors import (
     ServiceUnavailable,
     UndecodableBody,
 )
-from outbox.events.declaration import find_event
 from outbox.retry import RetryPolicy
 from outbox.utils.choices import right_choice
 from outbox.utils.safe_text import class_name, error_line, show_as, shown_text, traceback_of
+
+if TYPE_CHECKING:
+    from outbox.message import Message
 
 Value = TypeVar("Value")
 _LONGEST_PAUSE_SECONDS: Final = 366 * 86400.0
@@ -102,9 +104,20 @@ class SubscriptionOption:
 
     The core does not know what an option means. It asks the option whether it fits the subscription, and calls the
     hooks that the part has added for its class (outbox/hooks.py).
+
+    If `reads` is true, the option makes the bodies for the handler.
     """
 
     __slots__ = ()
+
+    reads: ClassVar[bool] = False
+
+    def read(self, topic: str, headers: Mapping[str, str], body: Any) -> Any:
+        """Return the body for the handler, made of the decoded body of a message.
+
+        Raises UndecodableBody, or NeedsNewerCode if the message shall wait for newer code.
+        """
+        return body
 
     def complaints(self, subscription: Subscription) -> Iterator[str]:
         """Yield why the option does not fit the subscription."""
@@ -163,11 +176,6 @@ class Subscription:
         '`"outside"`: the handler calls other systems, so it runs [without an open transaction](slow-calls.md)',
     )
     broadcast: bool = _option(False, "`True`: every consumer process gets all messages, and there is no inbox")
-    events: tuple[type, ...] = _option(
-        (),
-        "the types of the [events](events.md) that the handler gets",
-        shown="from the annotation",
-    )
     options: Sequence[SubscriptionOption] = _option(
         (), "the options of parts, such as [limits](limits.md) for all workers together", shown="`[]`"
     )
@@ -209,8 +217,6 @@ class Subscription:
         if not isinstance(self.broadcast, bool):
             yield f"broadcast={self.broadcast!r} must be True or False"
         yield from self._complaints_about_options()
-        if not isinstance(self.events, tuple) or any(find_event(kind) is None for kind in self.events):
-            yield f"events={self.events!r} must be a tuple of types that @event declares"
         yield from self._complaints_about_effects()
 
     def _complaints_about_options(self) -> Iterator[str]:
@@ -224,6 +230,8 @@ class Subscription:
                 yield f"options has {option!r}, which is no option of a part"
         if len(admitting := [option for option in self.options if type(option) in hooks.admissions]) > 1:
             yield f"only one option may decide when handler calls start, but options has {admitting}"
+        if len(reading := [option for option in self.options if getattr(option, "reads", False)]) > 1:
+            yield f"only one option may make the bodies for the handler, but options has {reading}"
 
     def _complaints_about_effects(self) -> Iterator[str]:
         if right := right_choice(Effects, self.effects):
@@ -244,6 +252,27 @@ class Subscription:
                 "with effects='outside', a message leaves its queue while its handler runs, so the handler cannot "
                 "stop the queue: use 'retry' or 'dead_letter' instead of 'stop'"
             )
+
+    @property
+    def reader(self) -> SubscriptionOption | None:
+        """The option that makes the bodies for the handler; None if the handler gets the decoded bodies."""
+        for option in self.options:
+            if option.reads:
+                return option
+        return None
+
+    def decoder(self, decode: Callable[[str, bytes], Any]) -> Callable[[Message], Any]:
+        """Return a function that makes the body for the handler of a message.
+
+        `decode` is `Codecs.decode`. The function raises the errors of `decode` and of `SubscriptionOption.read`.
+        """
+        reader = self.reader
+
+        def decode_body(message: Message) -> Any:
+            body = decode(message.content_type, message.body)
+            return body if reader is None else reader.read(message.topic, message.headers, body)
+
+        return decode_body
 
     def reaction(self, error: BaseException) -> OnError:
         """Return the reaction to `error`: the entry in `on_error` for the most specific type of the error.

@@ -41,6 +41,7 @@ INSTALLED_APPS = [
     "outbox.contrib.django",
     "outbox.contrib.console",
     "outbox.contrib.erasure",
+    "outbox.contrib.events",
     "outbox.contrib.reconciliation",
     # The shop can move to RocketMQ while it works (SAMPLE_BROKER).
     "outbox.contrib.rocketmq",

@@ -15,7 +15,8 @@ CODE = """
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outbox import Delivery, event
+from outbox import Delivery
+from outbox.events import event
 from outbox.contrib.django import ClaimedDelivery, subscriber
 
 

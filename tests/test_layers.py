@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/crash_kit": {"outbox", "django", "psycopg", "asgiref", "pytest"},
     "outbox/contrib/reconciliation": {"outbox", "django", "psycopg"},
     "outbox/contrib/erasure": {"outbox", "django"},
+    "outbox/contrib/events": {"outbox", "django"},
     "outbox/contrib/limits": {"outbox", "django", "psycopg"},
     "outbox/contrib/rocketmq": {"outbox", "django"},
     "outbox/contrib/saga": {"outbox", "django"},

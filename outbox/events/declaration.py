@@ -21,10 +21,10 @@ from typing import Any, Final, TypeVar, Union, get_args, get_origin
 from outbox import names
 from outbox.codec import UnreadBody
 from outbox.erased import ERASED
-from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersion, UnserialisableBody, UsageError
+from outbox.errors import ConfigurationError, NeedsNewerCode, UndecodableBody, UnserialisableBody
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
-from outbox.message import Delivery, Message
-from outbox.utils.safe_text import error_line, shown_text, shown_value
+from outbox.message import Delivery
+from outbox.utils.safe_text import error_line, shown_text
 
 EVENT_HEADER: Final = "outbox-event"
 VERSION_HEADER: Final = "outbox-event-version"
@@ -34,6 +34,21 @@ Kind = TypeVar("Kind", bound=type)
 Change = TypeVar("Change", bound=Callable[[Any], Any])
 # A version of an event: its name and its number.
 Version = tuple[str, int]
+
+
+class UnknownEventVersion(NeedsNewerCode):
+    """Newer code has published the message, and this process does not know its event or its version.
+
+    The message waits, without an attempt, for a process that knows `version` of `event`.
+    """
+
+    event: str = ""
+    version: int = 0
+
+    def __init__(self, message: str | None = None, *, event: str, version: int) -> None:
+        super().__init__(message)
+        self.event = event
+        self.version = version
 
 
 class Compatibility(enum.StrEnum):
@@ -197,17 +212,6 @@ def find_event(kind: object) -> EventType | None:
     return _by_kind.get(kind) if isinstance(kind, type) else None
 
 
-def event_of(value: object, where: str) -> EventType:
-    """Return the declaration of an event. `where` begins the text of the UsageError for another value."""
-    found = _by_kind.get(type(value))
-    if found is None:
-        raise UsageError(
-            f"{where}: {shown_value(value)} is neither the name of a topic nor an event. Nothing was published. Pass a "
-            "topic and a body, or write @event(…) above the class of the value."
-        )
-    return found
-
-
 _SCHEMA: Final = "urn:event:"
 
 
@@ -222,18 +226,6 @@ def headers_of_schema(uri: str) -> dict[str, str]:
     if not uri.startswith(_SCHEMA) or not name or not version.isdigit():
         return {}
     return {EVENT_HEADER: name, VERSION_HEADER: version}
-
-
-def topic_of(topic: str | type, where: str) -> str:
-    """Return a topic's name, given as a name or as a type of events. Raises ConfigurationError."""
-    if isinstance(topic, str):
-        return topic
-    found = find_event(topic)
-    if found is None:
-        raise ConfigurationError(
-            f"{where}: {topic!r} is neither the name of a topic nor a type of events: write @event(…) above the class."
-        )
-    return found.topic
 
 
 def expected_events(annotation: Any) -> tuple[type, ...]:
@@ -346,19 +338,6 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
             f"{at[0]!r}): {shown_text(error)}. Correct the publisher, or declare @upcast({at[0]!r}, {at[1]}); then "
             "replay the message."
         ) from error
-
-
-def body_decoder(decode: Callable[[str, bytes], Any], expected: tuple[type, ...]) -> Callable[[Message], Any]:
-    """Return a function that decodes the body of a message for a handler that expects these types of events.
-
-    `decode` is `Codecs.decode`. The function raises the errors of `decode` and of `read_event`.
-    """
-
-    def decode_body(message: Message) -> Any:
-        body = decode(message.content_type, message.body)
-        return read_event(expected, message.topic, message.headers, body) if expected else body
-
-    return decode_body
 
 
 def _read(body: Any) -> Any:

@@ -15,8 +15,7 @@ from uuid import UUID
 
 from outbox import passing_over, tracing
 from outbox.codec import Codecs
-from outbox.errors import UndecodableBody, UnknownEventVersion
-from outbox.events.declaration import body_decoder
+from outbox.errors import NeedsNewerCode, UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message, afresh
@@ -178,7 +177,7 @@ class ConsumerGroups:
 
     def _deliver(self, consumer: _Consumer, batch: list[_Fetched]) -> None:
         deliveries: list[Delivery] = []
-        decode = body_decoder(self._codecs.decode, consumer.subscription.events)
+        decode = consumer.subscription.decoder(self._codecs.decode)
         for fetched in batch:
             message = fetched.entry.message
             if fetched.entry.is_timed_out(self._now()):
@@ -189,7 +188,7 @@ class ConsumerGroups:
             except UndecodableBody as error:
                 self._give_up(consumer, fetched.entry, shown_text(error))
                 continue
-            except UnknownEventVersion as error:
+            except NeedsNewerCode as error:
                 self._wait(consumer, fetched, error)
                 continue
             deliveries.append(
@@ -254,8 +253,8 @@ class ConsumerGroups:
         with self._log.lock:
             self._retries.append(_Retry(due_at, next(self._retry_numbers), consumer, entry, delivery.attempt + 1))
 
-    def _wait(self, consumer: _Consumer, fetched: _Fetched, error: UnknownEventVersion) -> None:
-        """Let a message of an unknown version wait, without an attempt."""
+    def _wait(self, consumer: _Consumer, fetched: _Fetched, error: NeedsNewerCode) -> None:
+        """Let a message wait for newer code, without an attempt."""
         logger.warning(
             "group %s: message %s waits: %s",
             consumer.subscription.group,

@@ -29,11 +29,10 @@ from outbox.errors import (
     ConfigurationError,
     HandlerNotStarted,
     KillsItsProcess,
+    NeedsNewerCode,
     ServiceUnavailable,
     UndecodableBody,
-    UnknownEventVersion,
 )
-from outbox.events.declaration import body_decoder
 from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message, afresh
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
@@ -193,7 +192,7 @@ class _Poller:
         self._subscription = subscription
         self._handler = handler
         self._invoker = invoker
-        self._decode = body_decoder(codecs.decode, subscription.events)
+        self._decode = subscription.decoder(codecs.decode)
         self._tls = tls
         self._namespace = namespace
         self._note = note
@@ -327,7 +326,7 @@ class _Poller:
             return None
         try:
             body = self._body(message, attempt)
-        except UnknownEventVersion:
+        except NeedsNewerCode:
             # This process stops. The message stays unacknowledged, so the server delivers it again.
             return None
         except (UndecodableBody, HandlerNotStarted) as error:
@@ -336,17 +335,17 @@ class _Poller:
         return _Held(wire, self._delivery(message, body, wire))
 
     def _body(self, message: Message, attempt: Attempt) -> Any:
-        """Return the body of a message. Wait while this process does not know the version of its event.
+        """Return the body of a message. Wait while only newer code can read it.
 
         The message stays in this process, because a new delivery would use up an attempt. Raises UndecodableBody, or
-        UnknownEventVersion if this process stops.
+        NeedsNewerCode if this process stops.
         """
         while True:
             try:
                 return self._decode(message)
-            except UnknownEventVersion as unknown:
+            except NeedsNewerCode as error:
                 logger.warning(
-                    "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(unknown)
+                    "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(error)
                 )
                 pause = code_wait_seconds(datetime.now(UTC), message.born_at)
                 if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):

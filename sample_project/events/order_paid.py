@@ -7,7 +7,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Self
 
-from outbox import event, upcast
+from outbox.events import event, upcast
 
 
 @event("order.paid", version=2, key="order_id")

@@ -7,7 +7,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Self
 
-from outbox import event
+from outbox.events import event
 
 
 @event("order.paid", version=1, key="order_id")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outbox import event, upcast
-from outbox.events import declaration
+from outbox.contrib.events import Events
+from outbox.events import declaration, event, upcast
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -43,7 +43,7 @@ def message(number: int, version: int | None, topic: str = "orders", **fields: A
 
 
 def subscription(topic: str = "orders", **options: Any) -> Subscription:
-    return Subscription(topic=topic, group="g", events=(Ordered,), retry=RetryPolicy(max_attempts=1), **options)
+    return Subscription(topic=topic, group="g", options=[Events(Ordered)], retry=RetryPolicy(max_attempts=1), **options)
 
 
 def test_a_handler_gets_the_event_of_every_version(any_path: Bench) -> None:

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import pytest
 
-from outbox import event, upcast
 from outbox.errors import ConfigurationError
-from outbox.events import declaration
+from outbox.events import declaration, event, upcast
 from outbox.events.asyncapi import Service, asyncapi, example, json_schema
 from outbox.events.contract import check, declared_contracts, read_contracts, write_contracts, written
 from outbox.events.declaration import EventType, find_event, read_event

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import psycopg
 
-from outbox import Delivery, event
+from outbox import Delivery
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -25,7 +24,6 @@ from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
 from outbox.errors import PermanentError
-from outbox.events import declaration
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
 from tests.django.repairs import lost, save_finding
@@ -172,31 +170,6 @@ def connections_refused(world: World) -> None:
     world.stack.callback(stop.set)
     eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
     assert world.sql("SELECT count(*) FROM outbox.failure") == [(0,)], "no attempt was used up"
-
-
-@dataclass
-class Known:
-    """What the workers know of the event `known`."""
-
-
-@fault
-def unknown_version(world: World) -> None:
-    """Newer code than that of the workers publishes an event."""
-    world.stack.enter_context(declaration.restored())
-    event("known", topic="orders")(Known)
-
-    @subscriber("orders", group="effects")
-    def effect(delivery: Delivery[Known]) -> None:
-        pass
-
-    publish("orders", {}, headers={"outbox-event": "known", "outbox-event-version": "2"}, at_once=True)
-    sequence()
-    stop = threading.Event()
-    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
-    thread.start()
-    world.stack.callback(thread.join, 20)
-    world.stack.callback(stop.set)
-    eventually(lambda: world.sql("SELECT 1 FROM outbox.unknown_version"), within_seconds=60, what="the wait")
 
 
 @fault

@@ -14,8 +14,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
-from outbox import Delivery, event, upcast
-from outbox.broker.consumer import calls
+from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import (
@@ -30,8 +29,9 @@ from outbox.contrib.django import (
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
-from outbox.errors import ConfigurationError, InvalidSubscription, UnknownEventVersion, UnserialisableBody, UsageError
-from outbox.events import declaration
+from outbox.contrib.events import waiting
+from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
+from outbox.events import UnknownEventVersion, declaration, event, upcast
 from tests.django.processes import child
 from tests.django.shop.models import Effect
 from tests.support import eventually
@@ -190,11 +190,17 @@ def test_what_readers_would_refuse_is_not_published(databases: None) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: publish(Line("a", Decimal(1))), "neither the name of a topic nor an event"),
+        (
+            lambda: publish(Line("a", Decimal(1))),
+            "neither the name of a topic nor a value of a declared type.*write @event",
+        ),
         (lambda: publish(FIRST, {"number": 1}), "passed together with a body"),
         (lambda: publish("orders"), "no body was passed"),
         (lambda: publish(FIRST, headers={"outbox-event": "x"}), "come from the type of the event"),
-        (lambda: publish_many([Line("a", Decimal(1))]), "neither the name of a topic nor an event"),
+        (
+            lambda: publish_many([Line("a", Decimal(1))]),
+            "neither the name of a topic nor a value of a declared type.*write @event",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused(databases: None, call: Callable[[], object], reason: str) -> None:
@@ -269,8 +275,9 @@ def test_the_command_refuses_what_breaks_a_reader(tmp_path: Path, capsys: pytest
 CODE = """
 from dataclasses import dataclass
 
-from outbox import Delivery, event, upcast
+from outbox import Delivery
 from outbox.contrib.django import subscriber
+from outbox.events import event, upcast
 from tests.django.shop.models import Effect
 """
 OLD = """
@@ -329,7 +336,7 @@ def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> N
             for number in range(2, 6):
                 publish("orders", {"number": number, "currency": "SEK"}, headers=second, at_once=True)
             eventually(
-                lambda: has("old code read 1") and waiting() == [("paid", 2)],
+                lambda: has("old code read 1") and waiting_versions() == [("paid", 2)],
                 within_seconds=60,
                 what=lambda: f"{effects()}",
             )
@@ -349,7 +356,7 @@ def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> N
         assert connection.execute("SELECT count(*) FROM outbox.dead_letter").fetchone() == (0,)
 
 
-def waiting() -> list[tuple[str, int]]:
+def waiting_versions() -> list[tuple[str, int]]:
     """The versions that wait, as the consumers report them."""
     with broker_connection() as (connection, _):
         return connection.execute("SELECT event, version FROM outbox.unknown_version").fetchall()
@@ -359,7 +366,7 @@ def test_any_number_of_unknown_names_leaves_a_limited_number_of_rows(
     databases: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each publisher may write any name into the header."""
-    versions, instance = calls.UnknownVersions(), uuid4()
+    versions, instance = waiting.UnknownVersions(), uuid4()
 
     def report(first: int) -> int:
         """Meet 300 names from the number `first` on, and return the number of rows."""
@@ -367,12 +374,12 @@ def test_any_number_of_unknown_names_leaves_a_limited_number_of_rows(
         versions.note([UnknownEventVersion("x" * 5_000, event=name, version=1) for name in names])
         with broker_connection() as (connection, schema):
             versions.report(Executor(connection, schema), instance, (1, 1))
-        return len(waiting())
+        return len(waiting_versions())
 
     assert report(0) == 100
     assert report(300) == 100, "the first hundred keep their places while they may still wait"
-    monkeypatch.setattr(calls, "_FORGOTTEN_AFTER_SECONDS", 0)
+    monkeypatch.setattr(waiting, "_FORGOTTEN_AFTER_SECONDS", 0)
     with broker_connection() as (connection, _):
         connection.execute("UPDATE outbox.unknown_version SET seen_at = seen_at - interval '11 minutes'")
     assert report(600) == 100, "the others make room"
-    assert {len(name) for name, _ in waiting()} == {200}
+    assert {len(name) for name, _ in waiting_versions()} == {200}

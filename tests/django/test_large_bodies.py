@@ -24,7 +24,7 @@ from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import override_settings
 
-from outbox import event, hooks
+from outbox import hooks
 from outbox.broker.maintenance.retention import run_once as run_retention
 from outbox.codec import REFERENCE_CONTENT_TYPE, UnreadBody
 from outbox.contrib.django import ClaimedDelivery, message, publish, publish_messages, subscriber
@@ -52,6 +52,7 @@ from outbox.errors import (
     UndecodableBody,
     UsageError,
 )
+from outbox.events import event
 from outbox.message import Delivery, Message
 from tests.django.broker_world import World, new_world
 from tests.django.large_storage import LATER, large_bodies, objects, referred, remove_a_year_later

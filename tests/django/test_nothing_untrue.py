@@ -14,7 +14,7 @@ import pytest
 from django.db import connections
 from django.utils import timezone
 
-from outbox import Delivery, RetryPolicy, event
+from outbox import Delivery, RetryPolicy
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -38,7 +38,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
 from outbox.erased import ERASED_CONTENT_TYPE
 from outbox.errors import PermanentError
-from outbox.events import declaration
+from outbox.events import declaration, event
 from tests.django.broker_world import World, new_world
 from tests.django.support import sequence
 from tests.part_apps import has

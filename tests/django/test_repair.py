@@ -12,7 +12,7 @@ import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
-from outbox import Delivery, event, hooks
+from outbox import Delivery, hooks
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
@@ -20,6 +20,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.reconciliation.steps import derived_id
 from outbox.errors import PermanentError
+from outbox.events import event
 from outbox.utils import faults
 from tests.django import repair_publisher
 from tests.django.processes import process

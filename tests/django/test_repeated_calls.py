@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.test.utils import override_settings
 
-from outbox import Delivery, RetryPolicy, event
+from outbox import Delivery, RetryPolicy
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.subscribers import registry
@@ -22,6 +22,7 @@ from tests.django import configured
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
 from tests.django.urls import Refused
+from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "no_events")
 
@@ -106,7 +107,10 @@ def test_an_async_handler_gets_the_published_body_again() -> None:
         registry.unregister_all()
 
 
+@pytest.mark.skipif(not has("events"), reason="the tree has no typed events")
 def test_a_typed_event_is_made_again() -> None:
+    from outbox.events import event
+
     kind = event("account.paid", topic="orders")(Paid)
     for engine in ENGINES:
         calls: list[int] = []

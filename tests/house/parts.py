@@ -29,7 +29,6 @@ class Part(NamedTuple):
     "Below tests/: the files about this part, and those that cannot run without it."
 
 
-_DJANGO: Final = "contrib/django"
 # The broker in memory is no part, although it is an engine: the test helpers (`outbox.contrib.django.testing`, the
 # fixtures for pytest) are made of it, every project uses them, and without it none of them would be left.
 PARTS: Final = (
@@ -65,13 +64,18 @@ PARTS: Final = (
     ),
     Part(
         "events",
-        r"outbox\.events|\bevent_types?\b|EventType|upcast|unknown_version",
-        (
-            "events/",
-            "broker/operations/event_conditions.py",
-            f"{_DJANGO}/publishing/events.py",
-            f"{_DJANGO}/operations/contracts.py",
-            f"{_DJANGO}/management/commands/outbox_contract.py",
+        # The word "events" alone is said of what happened to a message, and of threads.
+        r"(?:outbox|contrib)[./]events?\b|import events?\b|\.events\b|\bevents=|outbox[:_-]events?\b|/events/|@event\b"
+        r"|(?<!wait_)event_?types?\b|typed events?\b|(?:types?|versions?) of (?:an |the )?events?\b|outbox_contract"
+        r"|(?:read|find|expected|declared|seen)_events?\b|event_(?:message|conditions|catalogue|header|of\b)"
+        r"|upcast|unknown_?(?:event_?)?version",
+        ("events/", "contrib/events/"),
+        tests=(
+            *("contract/test_events.py", "core/test_event_changes.py", "core/test_event_contracts.py"),
+            *("django/faults_of_events.py", "django/test_events.py", "django/test_events_without_app.py"),
+            # About other things; each also uses events.
+            *("django/test_nothing_untrue.py", "django/test_pages.py"),
+            *("django/test_large_bodies.py", "django/test_repair.py"),
         ),
     ),
     Part(

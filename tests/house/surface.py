@@ -21,7 +21,7 @@ from django.core.management.base import DjangoHelpFormatter
 
 import outbox
 import outbox.contrib.django as django_side
-from outbox import errors, hooks
+from outbox import errors, events, hooks
 from outbox.contrib.console.urls import PAGES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import TopicOptions
@@ -41,7 +41,7 @@ _OF_DJANGO: Final = set(ArgumentParser(formatter_class=DjangoHelpFormatter)._opt
 def surface() -> str:
     assert configured.OUTBOX
     sections = {
-        "names": [*_names(outbox), *_names(django_side)],
+        "names": [*_names(outbox), *_names(django_side), *_names(events)],
         "errors": sorted(
             name for name, one in vars(errors).items() if isinstance(one, type) and one.__module__ == errors.__name__
         ),

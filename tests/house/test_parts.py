@@ -22,11 +22,17 @@ def test_every_part_has_files() -> None:
             assert (parts.ROOT / "tests" / path).exists(), f"{part.name}: {path}"
 
 
-# An import, a table in SQL, a table in code, and a template.
+# Imports, tables in SQL and in code, a header, and addresses in a template.
 PLANTED = [
     ("broker/leading.py", "from outbox.contrib.schedules.cron import Cron\n", "schedules"),
     ("broker/schema/current.sql", "SELECT count(*) FROM {schema}.slot_demand;\n", "limits"),
     ("contrib/django/ledger/ledger.py", "_ROWS = 'SELECT 1 FROM outbox_erased'\n", "erasure"),
+    ("subscription.py", "from outbox.events.declaration import find_event\n", "events"),
+    ("__init__.py", "from outbox import events\n", "events"),
+    ("broker/schema/current.sql", "SELECT error FROM unknown_version;\n", "events"),
+    ("broker/operations/broker_conditions.py", "def unknown_versions(run: Executor) -> None: ...\n", "events"),
+    ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:event' %}\">Events</a>\n", "events"),
+    ("contrib/django/publishing/publish.py", 'VERSION = "outbox-event-version"\n', "events"),
     ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:endpoints' %}\">Endpoints</a>\n", "forwarding"),
 ]
 
@@ -34,7 +40,7 @@ PLANTED = [
 def test_a_planted_mention_is_found() -> None:
     texts = dict(parts.texts())
     for file, line, part in PLANTED:
-        # The last of these files is a new one.
+        # The template is a new file.
         text = texts.get(file, "")
         before, now = parts.mentions([(file, text)]), parts.mentions([(file, text + line)])
         assert {one: count for one, count in now.items() if count != before.get(one)} == {

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
-from outbox import event, upcast
+from outbox.events import event, upcast
 
 EURO = "EUR"
 

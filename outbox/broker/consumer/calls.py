@@ -12,9 +12,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Final
+from typing import Final, Protocol
 from uuid import UUID
 
+from outbox import hooks
 from outbox.broker.consumer.admission import admission_of
 from outbox.broker.consumer.fetch import MESSAGE_ID
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
@@ -33,11 +34,10 @@ from outbox.broker.consumer.worker_pool import STUCK_LIMIT, HandlerThreads, RunC
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.members import CallReport, CallsReport
-from outbox.errors import HandlerTimedOut, UnknownEventVersion
+from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription
 from outbox.utils.backoff import Backoff
-from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -169,46 +169,25 @@ class Outage:
         return sum(retry.delay_seconds(attempt) for attempt in range(1, retry.max_attempts))
 
 
-# -- versions that only newer code knows -----------------------------------------------------------
+# -- reports of parts ------------------------------------------------------------------------------
 
 
-_REPORT_SECONDS: Final = 10.0
-# Publishers choose the names of events, so their number has no limit. A process remembers and reports at most this
-# number of unknown versions of a subscription; a version that is not met any more makes room for another.
-_MOST_VERSIONS: Final = 100
-_FORGOTTEN_AFTER_SECONDS: Final = 180.0
-_LONGEST_NAME: Final = 200
-_LONGEST_TEXT: Final = 1_000
+class ResultReport(Protocol):
+    """What the calls of one subscription in this process have met, for operators. Only the dispatching thread uses it.
 
-
-class UnknownVersions:
-    """The versions of events that one subscription has met and does not know. Only the dispatching thread uses it."""
-
-    def __init__(self) -> None:
-        # The versions that the next `report` stores.
-        self.met: Final[dict[tuple[str, int], str]] = {}
-        self._reported_at: dict[tuple[str, int], float] = {}
+    A part joins with `hooks.add_result_report`.
+    """
 
     def note(self, results: Sequence[Result]) -> None:
-        """Record the unknown versions among the results of a call."""
-        for result in results:
-            if isinstance(result, UnknownEventVersion):
-                version = result.event[:_LONGEST_NAME], result.version
-                if version in self.met or len(self.met) < _MOST_VERSIONS:
-                    self.met[version] = shown_text(result)[:_LONGEST_TEXT]
+        """Record the results of a call whose messages are not all handled."""
 
     def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
-        """Store for operators which versions wait; each version at most once per ten seconds."""
-        now = time.monotonic()
-        kept = {one: at for one, at in self._reported_at.items() if now - at < _FORGOTTEN_AFTER_SECONDS}
-        self._reported_at = kept
-        for (event, version), error in self.met.items():
-            is_due = now - kept.get((event, version), -_REPORT_SECONDS) >= _REPORT_SECONDS
-            if is_due and ((event, version) in kept or len(kept) < _MOST_VERSIONS):
-                kept[event, version] = now
-                logger.warning("group %d: messages wait: %s", key[0], error)
-                members.report_unknown_version(run, instance, key, event, version, error)
-        self.met.clear()
+        """Store what has changed since the last call. `key`: the ids of the group and the topic."""
+
+
+def _result_reports(subscription: Subscription) -> list[ResultReport]:
+    paths = (hooks.result_reports.get(type(option)) for option in subscription.options)
+    return [hooks.resolved(path)() for path in paths if path is not None]
 
 
 # -- subscriptions ---------------------------------------------------------------------------------
@@ -245,7 +224,7 @@ class SubscriptionRunner:
         # None if no option of the subscription decides when its calls start.
         self.admission: Final = kind(option, subscribed, self.pool, self.lanes) if kind is not None else None
         self.outage: Final = Outage(subscription)
-        self.unknown: Final = UnknownVersions()
+        self.reports: Final = _result_reports(subscription)
         # Whether messages may wait in the lanes because the pool accepts no more calls.
         self.backlog = False
         # The number of pauses of the outage that is stored for operators.
@@ -293,12 +272,11 @@ class SubscriptionRunner:
         return earliest
 
     def report(self, run: Executor, instance: UUID) -> None:
-        """Store for operators what has changed since the last call: whether there is an outage, and which versions of
-        events wait for newer code."""
+        """Store for operators what has changed since the last call: whether there is an outage, and what parts tell."""
         if (pauses := self.outage.pauses) != self._reported:
             self._report_outage(run, instance, pauses)
-        if self.unknown.met:
-            self.unknown.report(run, instance, self.subscribed.key)
+        for one in self.reports:
+            one.report(run, instance, self.subscribed.key)
 
     def _report_outage(self, run: Executor, instance: UUID, pauses: int) -> None:
         group_id, topic_id = self.subscribed.key

@@ -661,7 +661,8 @@ class Dispatcher:
         if all_handled(results):
             self.counts["handled"] += len(results)
         else:
-            self._runners[work.subscribed.key].unknown.note(results)
+            for report in self._runners[work.subscribed.key].reports:
+                report.note(results)
             # Compare by identity: an error of a handler may define `__eq__`, which may raise.
             self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
             self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)

@@ -31,11 +31,11 @@ from outbox.errors import (
     HandlerNotStarted,
     KillsItsProcess,
     LeaseLost,
+    NeedsNewerCode,
     OutboxError,
     RetryLater,
     ServiceUnavailable,
     UndecodableBody,
-    UnknownEventVersion,
 )
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.retry import code_wait_seconds
@@ -472,7 +472,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             continue
         if isinstance(result, Disposition):
             queue.window.finish(item.offset, _OUTCOMES[result])
-        elif isinstance(result, UnknownEventVersion):
+        elif isinstance(result, NeedsNewerCode):
             _wait_for_code(work, item, booked)
         elif isinstance(result, BaseException):
             errors.append((item, result))

@@ -31,7 +31,6 @@ from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
 from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Result, TimedOut
 from outbox.codec import OWN_CONTENT_TYPES, Codecs
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
-from outbox.events.declaration import body_decoder, read_event
 from outbox.message import Delivery
 from outbox.ports import (
     AnyHandler,
@@ -689,12 +688,12 @@ class Caller:
         """Return the deliveries and their places in the call.
 
         If a body cannot be decoded, or the key of its subject cannot be read now, the error becomes the result of the
-        message. If the time limit of a message is over, the result of the message is TimedOut. If newer code has
-        published the message, the result is UnknownEventVersion.
+        message. If the time limit of a message is over, the result of the message is TimedOut. If only newer code can
+        read the message, the result is NeedsNewerCode.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
-        decode, events = self._codecs.decode, work.subscribed.subscription.events
-        decode_again = body_decoder(decode, events)
+        decode, reader = self._codecs.decode, work.subscribed.subscription.reader
+        decode_again = work.subscribed.subscription.decoder(decode)
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
         lease = work.subscribed.admission_lease
@@ -719,8 +718,8 @@ class Caller:
                 continue
             try:
                 body = decode(row[CONTENT_TYPE], row[BODY])
-                if events:
-                    body = read_event(events, topic, row[HEADERS] or NO_HEADERS, body)
+                if reader is not None:
+                    body = reader.read(topic, row[HEADERS] or NO_HEADERS, body)
             except (UndecodableBody, HandlerNotStarted) as error:
                 results[place] = error
                 continue

@@ -145,10 +145,6 @@ def code_version() -> str:
 
 
 _FORGET_OUTAGES = Statement("""
-WITH unknown AS (
-    DELETE FROM {schema}.unknown_version u
-    WHERE u.instance_id = %(instance)s OR u.seen_at < clock_timestamp() - interval '1 day'
-)
 DELETE FROM {schema}.outage o
 WHERE o.instance_id = %(instance)s OR o.seen_at < clock_timestamp() - interval '1 day'
 """)
@@ -161,8 +157,7 @@ DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s
 def leave(run: Executor, instance: UUID) -> None:
     """Remove this instance from its groups, so that the other members acquire its queues at once.
 
-    The function also removes the outages and unknown versions of this instance, and those that no instance has updated
-    for a day.
+    The function also removes the outages of this instance, and those that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     for rows in hooks.subscription_rows.values():
@@ -308,26 +303,3 @@ def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
         found[row["group_id"]].append(Member(UUID(row["instance_id"]), frozenset(row["topics"])))
     owned = [QueueState(**row | {"owner": UUID(row["owner"]) if row["owner"] else None}) for row in queues]
     return GroupSnapshot({row["group_id"]: GroupState(**row) for row in states}, found, owned, life)
-
-
-# A consumer meets a waiting message again at least once a minute. The rows of versions that it no longer meets are
-# deleted, because publishers may use any number of names.
-_REPORT_UNKNOWN_VERSION = Statement("""
-WITH over AS (
-    DELETE FROM {schema}.unknown_version u
-    WHERE u.instance_id = %(instance)s AND u.seen_at < clock_timestamp() - interval '10 minutes'
-      AND (u.event, u.version) <> (%(event)s, %(version)s)
-)
-INSERT INTO {schema}.unknown_version AS known (instance_id, group_id, topic_id, event, version, error)
-VALUES (%(instance)s, %(group_id)s, %(topic_id)s, %(event)s, %(version)s, %(error)s)
-ON CONFLICT (instance_id, group_id, topic_id, event, version) DO UPDATE
-SET error = excluded.error, seen_at = clock_timestamp()
-""")
-
-
-def report_unknown_version(
-    run: Executor, instance: UUID, key: tuple[int, int], event: str, version: int, error: str
-) -> None:
-    """Record that messages of this version wait for newer code. `key`: the ids of the group and the topic."""
-    parameters = {"group_id": key[0], "topic_id": key[1], "event": event, "version": version, "error": error}
-    run.execute(_REPORT_UNKNOWN_VERSION, {"instance": instance, **parameters})

@@ -93,7 +93,8 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
             offsets.store_starts(run, values["group_id"], starts)
         key = values["group_id"], topic.topic_id
         for rows in hooks.subscription_rows.values():
-            hooks.resolved(rows.registered)(run, key, subscription)
+            if rows.registered is not None:
+                hooks.resolved(rows.registered)(run, key, subscription)
     return Registration(values["group_id"], topic.topic_id)
 
 

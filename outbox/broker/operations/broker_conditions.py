@@ -27,7 +27,6 @@ from outbox.broker.operations.conditions import (
     Thresholds,
     fact_of,
 )
-from outbox.broker.operations.event_conditions import waiting_groups
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import growth, lags_of
 from outbox.broker.transaction import turns
@@ -651,7 +650,7 @@ LAG_SECONDS: Final = Threshold(
 LAG_MESSAGES: Final = Threshold("lag_messages", 10_000, 1_000_000, "messages", "waiting messages, per group and topic")
 
 
-def _waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
+def waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
     """Return what the messages of subscriptions wait for, as the parts know it."""
     found: dict[tuple[str, str], Fact] = {}
     for path in hooks.waits:
@@ -661,14 +660,14 @@ def _waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
 
 def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     found: list[Judged] = []
-    waits = state.once(_waits)
+    waiting = state.once(waits)
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
         age = state.summary.seconds_since(one.oldest_at)
         severity = worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag))
         fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
-        fact = {**fact, **waits.get((one.group, one.topic), {})}
+        fact = {**fact, **waiting.get((one.group, one.topic), {})}
         found.append((Severity.WARNING if paused else severity, fact))
     return sorted(found, key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))
 
@@ -770,8 +769,7 @@ RETRY_SHARE: Final = Threshold(
 )
 def retry_storm(state: BrokerState) -> Iterator[Judged]:
     for one in growth(state.run, window_seconds=_RATE_WINDOW_SECONDS):
-        # Messages that wait for newer code leave their queue as if they were sent back, but have not failed.
-        if one.sent_back >= _FEW_SENT_BACK and one.group not in state.once(waiting_groups):
+        if one.sent_back >= _FEW_SENT_BACK:
             share = one.sent_back / (one.handled + one.sent_back + one.dead)
             yield (
                 state.judge(RETRY_SHARE, share),

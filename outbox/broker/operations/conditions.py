@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -147,6 +147,8 @@ class DeclaredCondition(Generic[State]):
     values, which differ from look to look, or single messages, which are too many: each change of a subject is reported
     once (signal `condition_changed`, timeline).
 
+    `excuses`: conditions of which this one is the whole cause, so they leave out the groups that it names.
+
     `rule` gets the state of the broker, and returns facts with their severity; facts without a severity are left out.
     Without a rule, the code that meets the problem reports the condition.
     """
@@ -157,6 +159,7 @@ class DeclaredCondition(Generic[State]):
     concern: Concern
     thresholds: Sequence[Threshold] = ()
     subject: Sequence[str] = ()
+    excuses: Sequence[str] = ()
     rule: Rule[State] | None = None
 
     def condition(self, severity: Severity, evidence: Sequence[Fact] = (), count: int = 0) -> Condition:
@@ -173,9 +176,12 @@ class DeclaredCondition(Generic[State]):
         count = found.count if isinstance(found, Counted) else len(bad)
         return [self.condition(bad[0][0], [fact for _, fact in bad[:EVIDENCE]], count)]
 
-    def evaluate(self, state: State) -> list[Condition]:
-        """Return a list with the condition if it holds, else an empty list."""
-        return self.from_facts(self.rule(state)) if self.rule else []
+    def evaluate(self, state: State, excused: Container[object] = ()) -> list[Condition]:
+        """Return a list with the condition if it holds, else an empty list. `excused`: groups to leave out."""
+        found = self.rule(state) if self.rule else []
+        if not isinstance(found, Counted):
+            found = [(severity, fact) for severity, fact in found if fact.get("group") not in excused]
+        return self.from_facts(found)
 
 
 class Declarations(dict[str, DeclaredCondition[State]]):
@@ -189,6 +195,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
         concern: Concern,
         thresholds: Sequence[Threshold] = (),
         subject: Sequence[str] = (),
+        excuses: Sequence[str] = (),
     ) -> Callable[[Rule[State]], Rule[State]]:
         """Declare the condition that the decorated rule finds. It has the name of the function."""
 
@@ -201,6 +208,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
                     concern=concern,
                     thresholds=thresholds,
                     subject=subject,
+                    excuses=excuses,
                     rule=rule,
                 )
             )

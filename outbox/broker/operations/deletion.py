@@ -255,7 +255,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
          {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
          {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction,
-         {schema}.timed_out, {schema}.consumer_process, {schema}.unknown_version
+         {schema}.timed_out, {schema}.consumer_process
 """)
 _OF_PARTS = Statement("""
 SELECT relname::text FROM pg_class

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Final
+from typing import Final, cast
 
 from psycopg.errors import LockNotAvailable
 
@@ -17,14 +16,13 @@ from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import (
-    broker_conditions,
-    event_conditions,
-)
+from outbox.broker.operations import broker_conditions
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import (
+    Condition,
     ConditionReport,
     DeclaredCondition,
+    Judged,
     Severity,
     Thresholds,
     worst_first,
@@ -33,8 +31,6 @@ from outbox.broker.operations.state import BrokerState
 from outbox.broker.schema.install import check_schema
 from outbox.errors import SchemaError
 from outbox.utils.refused_connections import is_refused
-
-_OWN: Final = (broker_conditions, event_conditions)
 
 _LEADER: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
@@ -52,7 +48,7 @@ class Survey:
 
 def conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:
     """Return the declared conditions of the broker's tables, by name."""
-    modules = (*_OWN, *map(import_module, hooks.broker_conditions))
+    modules = (broker_conditions, *map(import_module, hooks.broker_conditions))
     return {name: one for module in modules for name, one in module.CONDITIONS.items()}
 
 
@@ -68,13 +64,24 @@ def survey(run: Executor, thresholds: Thresholds | None = None) -> Survey:
         # If no fresh summary is stored, `summaries.read` counts the figures itself, in a separate transaction.
         state = BrokerState(run, summaries.read(run), thresholds or {})
         with lock_limited(run.connection):
-            found = itertools.chain.from_iterable(one.evaluate(state) for one in conditions().values())
-            return Survey(worst_first(found), state)
+            return Survey(worst_first(_holding(state)), state)
     except SchemaError as error:
         return Survey(unusable(error))
     except LockNotAvailable:
         held = broker_conditions.CONDITIONS["lock_held"].from_facts(broker_conditions.locked_out(run))
         return Survey(worst_first(held, is_complete=False))
+
+
+def _holding(state: BrokerState) -> Iterator[Condition]:
+    declared = conditions().values()
+    excused: dict[str, set[object]] = {}
+    for one in declared:
+        if one.excuses and one.rule:
+            facts = [fact for _, fact in cast(Iterable[Judged], one.rule(state))]
+            for name in one.excuses:
+                excused.setdefault(name, set()).update(fact.get("group") for fact in facts)
+    for one in declared:
+        yield from one.evaluate(state, excused.get(one.name, ()))
 
 
 def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionReport:

@@ -24,7 +24,7 @@ from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.views import SECONDS, SEE, View, with_headers
-from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
+from outbox.errors import ConfigurationError, InvalidSubscription, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 
 def seeing(view: View) -> View:
@@ -94,6 +94,8 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
         return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
+    except (ConfigurationError, InvalidSubscription) as error:
+        return problem(request, "The settings or the code of this project are wrong", str(error), status=500)
     except UsageError as error:
         return problem(request, "This is not possible", str(error), status=400)
     except (OutboxError, psycopg.Error, DatabaseError) as error:

@@ -162,8 +162,6 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL 
     SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
     WHERE topic_id = %(topic_id)s OR retry_of IN (SELECT group_id FROM {schema}.subscription
                                                   WHERE subscription.topic_id = %(topic_id)s))"""),
-    # This text is about a declaration, so it is erased only where it contains one of the texts.
-    _error("unknown_version", "error", "false"),
 )  # fmt: skip
 
 

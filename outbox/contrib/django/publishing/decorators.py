@@ -26,7 +26,6 @@ from outbox.contrib.django.publishing.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.publishing.events import NOT_GIVEN
 from outbox.contrib.django.publishing.publish import (
     build,
     check_immunity,
@@ -45,8 +44,8 @@ from outbox.contrib.django.subscribers.callables import (
     refuse_work_to_come,
     signature_of,
 )
+from outbox.declared_types import NOT_GIVEN, topic_of
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
-from outbox.events.declaration import topic_of
 from outbox.hooks import Option
 from outbox.message import Message
 from outbox.utils.faults import point
@@ -294,7 +293,7 @@ def transactional_message(
     `result` is built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`,
     a function for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
 
-    With a type of events instead of a topic, `body` is an event of this type, or a function that returns one.
+    With a declared type instead of a topic, `body` is a value of this type, or a function that returns one.
 
     `options` are the options of `publish`, or functions like those for `body` that return one each. If an option finds
     that the message is a duplicate, the function runs, but publishes no message.
@@ -380,8 +379,8 @@ def _check_several(messages: Any, **others: Any) -> None:
 class _Decorator:
     """The arguments of one use of `@transactional_message`.
 
-    `topic` is empty if the argument `messages` is used, because each message then has its own topic. `kind` is the type
-    of events that the body must have, or None.
+    `topic` is empty if the argument `messages` is used, because each message then has its own topic. `kind` is the
+    declared type that the body must have, or None.
     """
 
     topic: str
@@ -429,8 +428,8 @@ class _Decorator:
         body, delay, timeout = values.pop("body"), self.delay, self.timeout
         if self.kind is not None and not isinstance(body, self.kind):
             raise UsageError(
-                f"body= of {name} is {body!r:.80}, but @transactional_message was given the event type "
-                f"{self.kind.__qualname__}: return an event of this type. Nothing was published, and the transaction "
+                f"body= of {name} is {body!r:.80}, but @transactional_message was given the type "
+                f"{self.kind.__qualname__}: return a value of this type. Nothing was published, and the transaction "
                 "is rolled back."
             )
         options = [values.pop(what) for what in self.given if what.startswith(_OPTION)]

@@ -53,8 +53,8 @@ from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, g
 from outbox.contrib.django.engine.path import confirm, proven_server
 from outbox.contrib.django.ledger import ledger_entry
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
-from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
+from outbox.declared_types import NOT_GIVEN, typed_message
 from outbox.errors import (
     InvalidMessage,
     OutboxError,
@@ -91,8 +91,8 @@ def publish(
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
-    `publish(topic, body)` publishes a body without a type, and `publish(event)` publishes an event (see `outbox.event`)
-    to the topic of its type. Arguments replace the key and tag that come from the type.
+    `publish(topic, body)` publishes a body without a type, and `publish(value)` publishes a value of a declared type
+    (docs/events.md) to the topic of its type. Arguments replace the key and tag that come from the type.
 
     Inside `atomic()`, the message is delivered if and only if the transaction of `atomic()` commits. Outside of
     `atomic()`, `publish` raises TransactionRequired. If no row belongs to the message, pass `at_once=True` there: the
@@ -153,7 +153,7 @@ def publish_many(
 ) -> list[SendReceipt]:
     """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
-    `publish_many(topic, bodies)` publishes bodies without a type, and `publish_many(events)` publishes events.
+    `publish_many(topic, bodies)` publishes bodies without a type, and `publish_many(values)` values of declared types.
 
     `key`, `tag` and the options may be functions of a body. `key=None` is the same as no key, but a function must not
     return None. Duplicates are left out, and their receipts have `duplicate_of`. The other parameters are the same as
@@ -567,7 +567,7 @@ def message(
     deliver_at: datetime | None = None,
     timeout: float | timedelta | None = None,
 ) -> Message:
-    """Return an encoded message for `publish_messages`, of a topic and a body, or of an event.
+    """Return an encoded message for `publish_messages`, of a topic and a body, or of a value of a declared type.
 
     The parameters are the same as for `publish`. The body is encoded now, before a transaction needs to be open.
     Publish the message soon: a part may have stored its body elsewhere, for a limited time (docs/large-bodies.md).
@@ -606,9 +606,9 @@ def build(
     if not isinstance(topic, str):
         if isinstance(body, Option):
             body, options = NOT_GIVEN, (body, *options)
-        topic, body, key, tag, headers = event_message(topic, body, key, tag, headers)
+        topic, body, key, tag, headers = typed_message(topic, body, key, tag, headers)
     elif body is NOT_GIVEN:
-        raise UsageError(f"topic {topic!r}: no body was passed. Nothing was published. Pass a body, or an event alone.")
+        raise UsageError(f"topic {topic!r}: no body was passed. Nothing was published. Pass a topic and a body.")
     current = current or current_engine()
     encoded, content_type = current.codecs.encode(topic, body)
     draft = None

@@ -14,6 +14,7 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
+from outbox import hooks
 from outbox.contrib.django.settings.conf import aware, get_settings
 from outbox.contrib.django.subscribers.callables import (
     is_asynchronous,
@@ -24,8 +25,8 @@ from outbox.contrib.django.subscribers.callables import (
     refuse_work_to_come,
     signature_of,
 )
+from outbox.declared_types import reading_options, topic_of
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
-from outbox.events.declaration import expected_events, topic_of
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
@@ -35,7 +36,7 @@ from outbox.utils.safe_text import error_line, shown_text
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
 
-_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "events"})
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +78,9 @@ def subscriber(
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
-    The function gets a `Delivery`, or with `batch` > 1 a list of deliveries. With the annotation `Delivery[OrderPaid]`,
-    `delivery.body` is an event of this type (see `outbox.event`). `topic` is a name, or a type of events with its
-    topic. The function may be async. With
+    The function gets a `Delivery`, or with `batch` > 1 a list of deliveries. With the annotation `Delivery[OrderPaid]`
+    of a declared type, `delivery.body` is a value of this type (docs/events.md). `topic` is a name, or a declared type
+    with its topic. The function may be async. With
     `idempotent` (the default), the function runs inside `atomic()` on the alias `using`, and the inbox row is in the
     same transaction. Because of the inbox row, the effects of the function in that database happen once. A broadcast
     group has no inbox, because otherwise one instance would handle a message for all instances. `tag` selects messages
@@ -87,7 +88,7 @@ def subscriber(
 
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
-    `retry`, `on_error`, `start` and `further` (suspend_seconds, max_suspends, timeout_seconds, broadcast, events) are
+    `retry`, `on_error`, `start` and `further` (suspend_seconds, max_suspends, timeout_seconds, broadcast) are
     fields of `outbox.Subscription`, and so are the `options` of parts.
 
     With `effects="outside"`, the function runs without an open transaction and gets a `ClaimedDelivery`. The function
@@ -97,7 +98,7 @@ def subscriber(
     OUTBOX['SUBSCRIBER_MODULE'] sets another name for the module. The decorator raises InvalidSubscription or
     InvalidFilter.
     """
-    of_topic = () if isinstance(topic, str) else (topic,)
+    kind = None if isinstance(topic, str) else topic
     topic = topic_of(topic, f"@subscriber(group={group!r})")
     begins = Start.EARLIEST if start is None else start
     given: dict[str, Any] = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins}
@@ -119,7 +120,7 @@ def subscriber(
                 "async code with asgiref's async_to_sync inside `delivery.step(…)`."
             )
         registered = Subscriber(
-            subscription=replace(subscription, events=subscription.events or _events(function) or of_topic),
+            subscription=_with_reader(subscription, function, kind),
             handler=_handler(function),
             name=path_of(function),
             idempotent=once,
@@ -132,19 +133,30 @@ def subscriber(
     return decorate
 
 
-def _events(function: Callable[..., Any]) -> tuple[type, ...]:
-    """Return the types of events in the annotation of the handler's first parameter. Raises InvalidSubscription."""
+def _with_reader(subscription: Subscription, function: Callable[..., Any], kind: type | None) -> Subscription:
+    """Return the subscription with the option of a part that makes the bodies for this handler, if a part has one.
+
+    `kind`: the type that was passed instead of a topic. Raises InvalidSubscription or ConfigurationError.
+    """
+    if subscription.reader is not None or not hooks.message_types:
+        return subscription
+    found = list(reading_options(_annotation(function), kind))
+    return replace(subscription, options=[*subscription.options, *found]) if found else subscription
+
+
+def _annotation(function: Callable[..., Any]) -> Any:
+    """Return the annotation of the handler's first parameter; None without one. Raises InvalidSubscription."""
     try:
         parameters = list(signature_of(function).parameters.values())
     except (ValueError, TypeError):
-        return ()
+        return None
     if not parameters or parameters[0].annotation is inspect.Parameter.empty:
-        return ()
+        return None
     annotation = parameters[0].annotation
     if isinstance(annotation, str):
-        # Only an annotation with a parameter can name an event.
-        annotation = _evaluated(annotation, function) if "[" in annotation else None
-    return expected_events(annotation)
+        # Only an annotation with a parameter can name a type of bodies.
+        return _evaluated(annotation, function) if "[" in annotation else None
+    return annotation
 
 
 def _evaluated(annotation: str, function: Callable[..., Any]) -> Any:
@@ -153,7 +165,7 @@ def _evaluated(annotation: str, function: Callable[..., Any]) -> Any:
     except Exception as error:
         raise InvalidSubscription(
             f"the annotation {annotation!r} of {name_of(function)} cannot be evaluated: {error_line(error)}. "
-            "outbox reads the type of the event from it: import its names at runtime, not only for type checking."
+            "outbox reads the type of the body from it: import its names at runtime, not only for type checking."
         ) from error
 
 

@@ -30,16 +30,13 @@ def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
     return run.objects(dict, _UNKNOWN_VERSIONS)
 
 
-def waiting_groups(run: Executor) -> set[str]:
-    """Return the consumer groups of which messages wait for newer code."""
-    return {fact["group"] for fact in _unknown_versions(run)}
-
-
 @CONDITIONS.declare(
     meaning="Messages of an event wait, because newer code has published them and the workers do not know their "
     "version.",
     next_step="Deploy the workers with the code that declares this version. The messages then continue by themselves.",
     concern=Concern.PASSING,
+    # Such messages leave their queue as if they were sent back, but have not failed.
+    excuses=("retry_storm",),
 )
 def unknown_version(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.WARNING, fact) for fact in state.once(_unknown_versions)]

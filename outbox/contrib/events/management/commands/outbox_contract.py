@@ -8,7 +8,7 @@ from typing import Any, Final
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.contracts import declared_events, service_document
+from outbox.contrib.events.project import declared_events, service_document
 from outbox.events.asyncapi import json_schema
 from outbox.events.contract import check, declared_contracts, read_contracts, shown, write_contracts, written
 

@@ -6,21 +6,24 @@ See decision 251.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from outbox import names
+from outbox.declared_types import NOT_GIVEN
 from outbox.errors import UsageError
-from outbox.events.declaration import event_of
-
-# The default value of an argument that the caller did not pass. None is not used, because None is a valid body.
-NOT_GIVEN: Final[Any] = object()
+from outbox.events.declaration import find_event
 
 
 def event_message(
     value: object, body: object, key: object, tag: str, headers: Mapping[str, str] | None
-) -> tuple[str, Any, object, str, dict[str, str]]:
-    """Return the topic, body, key, tag and headers of the message of an event. Raises UsageError."""
-    declared = event_of(value, "publish")
+) -> tuple[str, Any, object, str, dict[str, str]] | None:
+    """Return the topic, body, key, tag and headers of the message of an event; None for another value.
+
+    Raises UsageError.
+    """
+    declared = find_event(type(value))
+    if declared is None:
+        return None
     if body is not NOT_GIVEN:
         raise UsageError(
             f"publish: the event {declared.name!r} was passed together with a body. Nothing was published. Pass the "
