@@ -3,6 +3,5 @@
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.console"]
     urlpatterns = [path("outbox/", include("outbox.contrib.console.urls"))]
 
-Conditions, listings and actions of other parts are shown as they are declared. The pages of groups show the
-limits of their subscriptions.
+Conditions, listings and actions of other parts are shown as they are declared.
 """

@@ -7,12 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 from outbox.broker.database.executor import Executor
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
+from outbox.contrib.django.actions.cells import badge, span
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, GroupSection, Values, action
 from outbox.contrib.django.actions.groups import GROUP, TOPIC
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.limits.declaration import Limits
-from outbox.contrib.limits.operations import SubscriptionLimits, change_limits, limits_now, planned
+from outbox.contrib.limits.operations import SubscriptionLimits, change_limits, limits_now, list_limits, planned
 from outbox.errors import UsageError
+
+
+def _section(run: Executor, group: str, topic: str) -> tuple[object, Mapping[str, str]] | None:
+    now = next((one for one in list_limits(run, group) if one.topic == topic), None)
+    if now is None:
+        return None
+    told: list[object] = [f"Limited to {now.limits}."]
+    if now.override:
+        told += [badge("changed", "warn"), "An operator has changed the limits of the code."]
+    told.append(f"Handler calls that run now: {now.in_use:,}.")
+    if now.waiting_for:
+        told.append(f"Messages that wait for {now.waiting_for}: {now.waiting:,}, since {span(now.waiting_seconds)}.")
+    return [*told, "An empty field leaves its limit as it is."], present_limits(now)
 
 
 @action(
@@ -49,6 +63,7 @@ from outbox.errors import UsageError
         FieldKind.FLAG,
         label="Return to the limits of the code",
     ),
+    section=GroupSection("Limits", "Change limits …", _section),
 )
 def _change_limits(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]

@@ -15,5 +15,7 @@ class OutboxLimitsConfig(AppConfig):
     verbose_name = "Outbox limits"
 
     def ready(self) -> None:
-        """Offer the action `limits`. The package itself has joined the core, for programs without Django."""
+        """Offer the action `limits`, and the metrics. The package itself has joined the core, for programs without
+        Django."""
         hooks.add_actions("outbox.contrib.limits.actions")
+        hooks.add_metrics("outbox.contrib.limits.metrics")

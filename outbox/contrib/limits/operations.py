@@ -73,7 +73,7 @@ def list_limits(run: Executor, group: str | None = None) -> list[SubscriptionLim
 def waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
     """Return the subscriptions whose messages wait for a limit: the limit, and what holds now."""
     return {
-        (one.group, one.topic): {"waiting_for": one.waiting_for, "limits": str(one.limits)}
+        (one.group, one.topic): {"waiting_for": f"{one.waiting_for} limit", "limits": str(one.limits)}
         for one in list_limits(run)
         if one.waiting_for
     }

@@ -3,5 +3,5 @@
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.prometheus"]
     urlpatterns = [path("outbox/", include("outbox.contrib.prometheus.urls"))]
 
-It shows the figures of limits and schedules. `collector` needs no Django.
+It also shows what other parts declare. `collector` needs no Django.
 """

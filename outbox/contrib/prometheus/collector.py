@@ -16,7 +16,6 @@ from outbox import hooks
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
-from outbox.contrib.limits.operations import SubscriptionLimits
 from outbox.contrib.prometheus.recorder import OTHERS
 
 # At most this many pairs of group and topic have their own series: the first pairs in the order of their names. All
@@ -52,9 +51,6 @@ _GAUGES: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "outbox_undecided_age_seconds": (_PRODUCER, "Age of the oldest undecided transaction."),
     "outbox_parked_transactions": (_PRODUCER, "Parked transactions: undecided past the limits of check-back."),
     "outbox_held_messages": (_TOPIC, "Decided messages that wait for an earlier undecided message of their key."),
-    "outbox_limit": ((*_PAIR, "limit"), "The limit of a subscription for all workers together."),
-    "outbox_limit_in_use": (_PAIR, "Handler calls of a limited subscription that run now."),
-    "outbox_limit_waiting_messages": (_PAIR, "Fetched messages that wait for a limit of their subscription."),
     "outbox_audit_differences": ((), "Equations of the last audit that do not hold."),
     "outbox_audit_age_seconds": ((), "Seconds since the last audit."),
     "outbox_audit_messages": (("scope", "name", "term"), "A term of conservation, as last audited."),
@@ -94,7 +90,6 @@ class ScrapeState:
     sizes: Mapping[str, int] = field(default_factory=dict)
     # The figures of parts (`hooks.add_metrics`).
     of_parts: Sequence[Figure] = ()
-    limits: Sequence[SubscriptionLimits] = ()
     # The conditions of which this engine knows whether they hold.
     judged: Collection[str] = ()
     # The figures of an engine that are not in a summary.
@@ -156,7 +151,6 @@ def _figures(state: ScrapeState) -> Iterator[Figure]:
     yield from ((name, rows[:MOST_PAIRS]) for name, rows in state.families)
     if state.families:
         return
-    yield from _limits(state.limits[:MOST_PAIRS])
     if state.audit is not None:
         yield from _audit(state.audit)
     yield "outbox_table_bytes", [([table], size) for table, size in state.sizes.items()]
@@ -205,18 +199,6 @@ def _groups(summary: Summary) -> Iterator[Figure]:
     yield "outbox_claimed_messages", [([one.group], one.claimed) for one in summary.rests]
     yield "outbox_retrying_messages", [([one.group], one.retrying) for one in summary.rests]
     yield "outbox_timed_out_messages", [([one.group], one.timed_out) for one in summary.rests]
-
-
-def _limits(found: Sequence[SubscriptionLimits]) -> Iterator[Figure]:
-    values = [
-        ([one.group, one.topic, name], float(value))
-        for one in found
-        for name in ("running", "per_key", "per_second")
-        if (value := getattr(one.limits, name)) is not None
-    ]
-    yield "outbox_limit", values
-    yield "outbox_limit_in_use", [([one.group, one.topic], one.in_use) for one in found]
-    yield "outbox_limit_waiting_messages", [([one.group, one.topic], one.waiting) for one in found]
 
 
 def _producers(summary: Summary) -> Iterator[Figure]:

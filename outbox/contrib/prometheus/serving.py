@@ -20,7 +20,6 @@ from outbox.broker.operations.summary import overview
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.contrib.limits.operations import list_limits
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.errors import BrokerUnavailable, SchemaError
 
@@ -76,7 +75,6 @@ def state() -> ScrapeState:
                     audit.last(run),
                     found.state.once(table_sizes) | _application_sizes(),
                     of_parts=[one for module in hooks.metrics for one in import_module(module).figures(found.state)],
-                    limits=found.state.once(list_limits),
                     judged=judged,
                 )
     except (BrokerUnavailable, SchemaError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
+from outbox.broker.operations.broker_conditions import waits
 from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_errors, list_processes
 from outbox.broker.operations.progress import list_queues
@@ -21,13 +22,12 @@ from outbox.contrib.console.asking import application, reading, required, text
 from outbox.contrib.console.cards import cards
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
-from outbox.contrib.django.actions.cells import badge, group_link, link, span, topic_link, words
+from outbox.contrib.django.actions.cells import badge, group_link, html, link, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
-from outbox.contrib.limits.actions import present_limits
-from outbox.contrib.limits.operations import list_limits
 from outbox.errors import UnknownTopic
 
 _CONSUMERS: Final = 50
@@ -36,7 +36,7 @@ _ERRORS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A row of the list of groups. `waits_for`: the limit for which its messages wait; '' if they wait for none."""
+    """A row of the list of groups. `waits_for`: what its messages wait for, as a part says; '' if they do not wait."""
 
     group: GroupOverview
     is_disabled: bool
@@ -56,9 +56,8 @@ def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
 
 def _rows(run: Executor, counted: Summary, groups: Sequence[GroupOverview]) -> list[GroupRow]:
     waiting: dict[str, set[str]] = {}
-    for limits in list_limits(run):
-        if limits.waiting_for:
-            waiting.setdefault(limits.group, set()).add(limits.waiting_for)
+    for (group, _), fact in waits(run).items():
+        waiting.setdefault(group, set()).add(str(fact["waiting_for"]))
     disabled = _disabled(BrokerState(run, counted))
     return [GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ())))) for one in groups]
 
@@ -82,7 +81,7 @@ def _state(row: GroupRow) -> list[object]:
     if row.is_disabled:
         said.append(link(badge("endpoint disabled", "bad"), "endpoints", state="disabled"))
     if row.waits_for:
-        said.append(badge(f"waits for its {words(row.waits_for)} limit", "warn"))
+        said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
     said += [
         badge(f"{count} {word}", "bad") for count, word in ((one.blocked, "blocked"), (one.stopped, "stopped")) if count
     ]
@@ -163,7 +162,7 @@ def group(request: HttpRequest) -> HttpResponse:
         now = group_now(run, name)
         consumers = list_processes(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
-        limits = next((one for one in list_limits(run, name) if one.topic == topic), None)
+        sections = list(_sections(run, name, topic)) if topic else []
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
         figures = [one for one in found.overview.groups if one.name == name] if found.overview else []
@@ -188,10 +187,18 @@ def group(request: HttpRequest) -> HttpResponse:
         "more_consumers": len(consumers) > _CONSUMERS,
         "queues": queues,
         "topic": topic,
-        "limits": limits,
-        "present_limits": present_limits(limits) if limits else {},
+        "sections": sections,
     }
     return render(request, "group", context)
+
+
+def _sections(run: Executor, group: str, topic: str) -> Iterator[Mapping[str, object]]:
+    """What declared actions show on the page of a group, each with the values of its form."""
+    for action in ACTIONS.values():
+        section = action.section
+        if section is not None and (found := section.read(run, group, topic)) is not None:
+            told, present = found
+            yield {"action": action, "section": section, "told": html(told), "present": present}
 
 
 def _sentence(count: int) -> str:

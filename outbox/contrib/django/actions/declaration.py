@@ -21,6 +21,7 @@ from uuid import UUID
 
 from django.utils.timezone import make_aware
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import PagePosition
 
 # The permission that a user needs to run actions on the operations page.
@@ -177,12 +178,25 @@ Plan = Callable[[Values], ActionPlan]
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSection:
+    """A section of the page of a group with one of its topics, with the form of an action on the two.
+
+    `read` gets the group and the topic, and returns what holds now, as the content of a cell, and the values of the
+    form's fields that hold now. It returns None if the page has no such section.
+    """
+
+    title: str
+    button: str
+    read: Callable[[Executor, str, str], tuple[object, Mapping[str, str]] | None]
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredAction:
     """One kind of action.
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action.
+    action, and only a command runs the action. `section`: where the form is on the page of a group.
     """
 
     name: str
@@ -191,6 +205,7 @@ class DeclaredAction:
     fields: Sequence[Field]
     plan: Plan
     permission: str | None = ACT
+    section: GroupSection | None = None
 
     @property
     def subcommand(self) -> str:
@@ -199,7 +214,12 @@ class DeclaredAction:
 
 
 def action(
-    name: str, title: str, command: str, *fields: Field, permission: str | None = ACT
+    name: str,
+    title: str,
+    command: str,
+    *fields: Field,
+    permission: str | None = ACT,
+    section: GroupSection | None = None,
 ) -> Callable[[Plan], DeclaredAction]:
     """Declare the action that the decorated function plans. The parameters are those of `DeclaredAction`."""
-    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission)
+    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, section)
