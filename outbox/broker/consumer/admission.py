@@ -24,8 +24,8 @@ class Admission(Protocol):
     """Admits the calls of one subscription of this process. Only the dispatching thread uses it."""
 
     def __init__(self, option: Any, subscribed: Subscribed, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
-        """`option`: the option of the subscription. `pool`: it has a gate, which `pool.allow` opens for a number of
-        calls at the same time. `lanes`: the lanes in which the messages wait."""
+        """`option`: the option of the subscription. `pool`: with `pool.allow`, only a number of calls run at the same
+        time. `lanes`: the lanes in which the messages wait."""
 
     @classmethod
     def lane(cls, option: Any) -> Lane | None:

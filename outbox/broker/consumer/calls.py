@@ -219,7 +219,6 @@ class SubscriptionRunner:
             shared_threads=threads or HandlerThreads([subscription]),
             batches=subscription.batch > 1,
             sharing=Sharing(sharing_calls) if shares else None,
-            is_gated=kind is not None,
         )
         # None if no option of the subscription decides when its calls start.
         self.admission: Final = kind(option, subscribed, self.pool, self.lanes) if kind is not None else None
@@ -256,7 +255,7 @@ class SubscriptionRunner:
         """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
         such time is known, return None."""
         if self.pool.room == 0 and (self.admission is None or self.pool.in_hand > 0):
-            # The end of a call wakes the dispatching thread. A process whose gate is closed wakes for itself.
+            # The end of a call wakes the dispatching thread. A process that admits no call wakes for itself.
             return None
         resume_at = self.outage.resume_at
         if resume_at is not None and resume_at > now:
@@ -484,16 +483,10 @@ class Calls:
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
     def take_back(self) -> None:
-        """End the waiting calls of each pool that starts no more threads, or whose gate is closed.
-
-        The ended calls count as not started.
-        """
+        """End the waiting calls of each pool that starts no calls now. They count as not started."""
         for runner in self._runners.values():
-            if runner.pool.frozen:
+            if runner.pool.calls and runner.pool.is_closed:
                 for work in runner.pool.withdraw():
-                    self.refuse(work, NOT_STARTED)
-            elif runner.admission is not None:
-                for work in runner.pool.withdraw_at_gate():
                     self.refuse(work, NOT_STARTED)
 
     def hung(self) -> str:

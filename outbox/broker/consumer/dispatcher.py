@@ -377,7 +377,7 @@ class Dispatcher:
                 due.append(runner.next_at(now))
             if runner.admission is not None:
                 due.append(runner.admission.next_at(now))
-            if runner.pool.behind:
+            if runner.pool.calls:
                 due.append(runner.pool.spread_at())
         if now < self._claims_until:
             due.append(self._claims_until)
@@ -718,7 +718,7 @@ class Dispatcher:
         # Each step gives calls to every subscription whose threads have room, so there are no weights: no
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
-            if runner.pool.behind:
+            if runner.pool.calls:
                 runner.pool.spread(now)
             group = runner.subscribed.group
             if (admission := runner.admission) is not None:

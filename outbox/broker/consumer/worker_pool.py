@@ -7,10 +7,9 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
-from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import passing_over, tracing
@@ -24,7 +23,6 @@ from outbox.broker.consumer.fetch import (
     deliver,
     unreadable,
 )
-from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
@@ -72,6 +70,17 @@ STUCK_LIMIT: Final = 4
 IDLE_SECONDS: Final = 30.0
 
 
+class _Thread:
+    """A handler thread while it is idle: it waits to acquire `woken`, and then runs `task`. None: it ends."""
+
+    __slots__ = ("task", "woken")
+
+    def __init__(self) -> None:
+        self.task: tuple[WorkerPool, HandlerCall] | None = None
+        self.woken = threading.Lock()
+        self.woken.acquire()
+
+
 class HandlerThreads:
     """At most `most` threads, which run the calls of all subscriptions of a process (pools) in turn.
 
@@ -81,6 +90,10 @@ class HandlerThreads:
 
     A subscription that has no thread gets the next free one. The last quarter of the threads is reserved for such
     subscriptions: the slow handlers of one subscription cannot stop all others.
+
+    A waiting call is given to a thread in three places only: `staff`, when something has changed for its pool;
+    `_next`, when a thread has finished a call of the same pool and no other pool waits; and `WorkerPool.take`, by which
+    a call joins the transaction of a busy thread.
     """
 
     def __init__(self, subscriptions: Sequence[Subscription], most: int | None = None) -> None:
@@ -88,111 +101,126 @@ class HandlerThreads:
         wanted = sum(one.threads for one in subscriptions)
         self._most: Final = wanted if most is None else threads_of(subscriptions, most)
         self._reserved: Final = max(1, self._most // 4) if self._most < wanted and self._most > 1 else 0
-        # The lock for all attributes below.
-        self._lock = threading.Lock()
-        # Each idle thread waits to acquire a lock of its own. The thread that became idle last is the last one here.
-        self._idle: list[threading.Lock] = []
-        # The pools that wait for a thread, first come first served; a pool that waits for two threads is there twice.
-        self._waiting: deque[WorkerPool] = deque()
-        # `_alive`: the number of threads, without those of abandoned calls. `_serving`: how many of them serve each
-        # pool. `_busy`: how many of them serve any pool.
+        # The lock for all attributes below, and for those of the pools that several threads change.
+        self.lock: Final = threading.Lock()
+        # The thread that became idle last is the last one here.
+        self._idle: list[_Thread] = []
+        # The pools with calls that wait for a thread, first come first served. A pool whose calls all wait for its busy
+        # threads, to join their transactions, is not here.
+        self.waiting: Final[dict[WorkerPool, None]] = {}
+        # `_alive`: the number of threads, without those of abandoned calls. `_busy`: how many of them run a call.
         self._alive = 0
-        self._serving: Counter[WorkerPool] = Counter()
         self._busy = 0
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
         self._is_stopped = False
 
-    def ask(self, pool: WorkerPool) -> None:
-        """Let a thread serve this pool as soon as one is free."""
-        with self._lock:
-            self._waiting.append(pool)
-            self._staff()
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a pool waits, and no thread is free: then each thread goes on to the next pool after its call."""
-        return bool(self._waiting) and self._busy >= self._alive
-
-    def replace_stuck(self, pool: WorkerPool) -> None:
-        """Replace the thread of an abandoned call of this pool. It ends as soon as its call returns."""
-        with self._lock:
-            self._alive -= 1
-            self._free(pool)
-            self._staff()
-
     def stop(self, *, within_seconds: float) -> None:
         """End the threads. Threads that are stuck in a handler remain as daemon threads."""
-        with self._lock:
+        with self.lock:
             self._is_stopped = True
-            while self._idle:
-                self._idle.pop().release()
             started, are_stuck = self._started, len(self._started) > self._alive
+            while self._idle:
+                self._end(self._idle.pop())
         deadline = time.monotonic() + within_seconds
         for thread in started:
             thread.join(0.1 if are_stuck else max(0.0, deadline - time.monotonic()))
 
-    def _staff(self) -> None:
-        if len(self._waiting) > self._alive - self._busy and self._alive < self._most:
-            self._alive += 1
-            thread = threading.Thread(target=self._loop, args=[next(self._numbers)], daemon=True)
-            self._started = [*(known for known in self._started if known.is_alive()), thread]
-            thread.start()
-        elif self._idle:
-            self._idle.pop().release()
+    def staff(self, pool: WorkerPool) -> None:
+        """Let threads take the calls of this pool, and of the pools that wait already. The caller has the lock."""
+        if pool.calls:
+            self.waiting.setdefault(pool)
+        while (self._idle or self._alive < self._most) and not self._is_stopped:
+            first = next(filter(self._admits, self.waiting), None)
+            if first is None:
+                return
+            # If no further thread can be started, this raises an error, and the call still waits.
+            thread = self._idle.pop() if self._idle else self._start()
+            thread.task = (first, self._begin(first))
+            thread.woken.release()
 
-    def _free(self, pool: WorkerPool) -> None:
+    def replace_stuck(self, pool: WorkerPool) -> None:
+        """Replace the thread of an abandoned call of this pool. It ends as soon as its call returns."""
+        self._alive -= 1
         self._busy -= 1
-        self._serving[pool] -= 1
+        pool.serving -= 1
+        self.staff(pool)
 
-    def _loop(self, number: int) -> None:
-        woken = threading.Lock()
-        woken.acquire()
-        while (pool := self._next(woken)) is not None:
-            threading.current_thread().name = f"{pool.name}-{number}"
-            if not pool.serve():
+    def _admits(self, pool: WorkerPool) -> bool:
+        is_free = not pool.serving or self._busy < self._most - self._reserved
+        return is_free and pool.has_free_thread
+
+    def _begin(self, pool: WorkerPool) -> HandlerCall:
+        work = pool.take_first()
+        if pool in self.waiting:
+            # The other pools that wait come first.
+            self.waiting.pop(pool)
+            self.waiting[pool] = None
+        pool.serving += 1
+        self._busy += 1
+        return work
+
+    def _start(self) -> _Thread:
+        idle = _Thread()
+        thread = threading.Thread(target=self._loop, args=[idle, next(self._numbers)], daemon=True)
+        thread.start()
+        self._alive += 1
+        self._started = [*(known for known in self._started if known.is_alive()), thread]
+        return idle
+
+    def _end(self, thread: _Thread) -> None:
+        self._alive -= 1
+        thread.woken.release()
+
+    def _loop(self, thread: _Thread, number: int) -> None:
+        task: tuple[WorkerPool, HandlerCall] | None = None
+        served: WorkerPool | None = None
+        while (task := task or self._wait(thread)) is not None:
+            pool, work = task
+            if pool is not served:
+                threading.current_thread().name = f"{pool.name}-{number}"
+                served = pool
+            pool.run(work, pool)
+            if work.is_given_up:
                 # Another thread has replaced this one.
                 return
-            with self._lock:
-                self._free(pool)
+            task = self._next(pool, thread)
 
-    def _next(self, woken: threading.Lock) -> WorkerPool | None:
-        """Return the next pool for this thread; None if the threads stop, or if this thread was idle for too long.
+    def _next(self, pool: WorkerPool, thread: _Thread) -> tuple[WorkerPool, HandlerCall] | None:
+        """Return the next call for the thread that has run a call of this pool. If there is none, or another pool
+        waits, this thread is idle from now on, and None is returned."""
+        with self.lock:
+            self._busy -= 1
+            pool.serving -= 1
+            if self._is_stopped:
+                self._end(thread)
+            elif pool.calls and not self.waiting and self._admits(pool):
+                return pool, self._begin(pool)
+            else:
+                # This thread is the first one to be woken, if a call waits.
+                self._idle.append(thread)
+                self.staff(pool)
+            return None
 
-        `woken`: the lock of this thread for `_idle`, which it has acquired.
-        """
-        is_late = False
-        while True:
-            with self._lock:
-                if not self._is_stopped and (pool := self._first_waiting()) is not None:
-                    return pool
-                if self._is_stopped or (is_late and not self._waiting):
+    def _wait(self, thread: _Thread) -> tuple[WorkerPool, HandlerCall] | None:
+        """Return the call for an idle thread; None if the threads stop, or if this thread was idle for too long."""
+        if not thread.woken.acquire(timeout=IDLE_SECONDS):
+            with self.lock:
+                if thread in self._idle:
+                    self._idle.remove(thread)
                     self._alive -= 1
                     return None
-                self._idle.append(woken)
-            if is_late := not woken.acquire(timeout=IDLE_SECONDS):
-                with self._lock:
-                    if woken in self._idle:
-                        self._idle.remove(woken)
-                    else:
-                        # Another thread wakes this one at this moment.
-                        woken.acquire()
-                        is_late = False
-
-    def _first_waiting(self) -> WorkerPool | None:
-        for place, pool in enumerate(self._waiting):
-            if not self._serving[pool] or self._busy < self._most - self._reserved:
-                del self._waiting[place]
-                self._busy += 1
-                self._serving[pool] += 1
-                return pool
-        return None
+            # Another thread wakes this one at this moment.
+            thread.woken.acquire()
+        task, thread.task = thread.task, None
+        return task
 
 
 class WorkerPool:
     """The calls of one subscription, of which up to `threads` run at the same time, in the threads of the process.
 
-    Only the dispatching thread uses this class.
+    Only the dispatching thread uses this class, apart from `take` and `waiting`. An admission may lower the number of
+    calls that run at the same time with `allow`.
     """
 
     def __init__(
@@ -204,40 +232,30 @@ class WorkerPool:
         shared_threads: HandlerThreads,
         batches: bool,
         sharing: Sharing | None = None,
-        is_gated: bool = False,
     ) -> None:
         self.name: Final = name
         self._threads = threads
         self.shared_threads: Final = shared_threads
-        self._run = run
+        self.run: Final = run
         self.sharing: Final = sharing
         self._ahead = _AHEAD_BATCH if batches else _AHEAD_SINGLE
-        self._queue: SimpleQueue[HandlerCall] = SimpleQueue()
-        # None if the subscription has no admission.
-        self.gate: Final = Gate(self._queue.put) if is_gated else None
-        self._enqueue: Final = self._queue.put if self.gate is None else self.gate.put
-        # A thread holds this lock while it leaves the pool. The dispatching thread holds this lock while it checks the
-        # number of threads.
-        self._staffing = threading.Lock()
-        # `_working`: the number of threads that serve this pool, with those that it waits for. `_asked`: how many it
-        # waits for. `_stuck`: the number of threads whose call was abandoned and has not returned.
-        self._working = 0
-        self._asked = 0
-        self._stuck = 0
         # The number of submitted calls that have not ended.
         self.in_hand = 0
-        # `behind`: the calls that wait for a busy thread; any thread may ask whether there are any. `_busy`: the number
-        # of calls in `_queue` and of threads that run calls. `_taken_at`: the time (time.monotonic) at which a thread
-        # last took a call from `behind`, or at which a call was added to the empty `behind`.
-        self._sharing_lock = threading.Lock()
-        self.behind: Final[deque[HandlerCall]] = deque()
-        self._busy = 0
+        # None: as many calls as `threads` may run.
+        self._allowed: int | None = None
+        # The lock of `shared_threads` protects these. `calls`: the calls that no thread has taken. `serving`: how many
+        # threads run calls, without those of abandoned calls. `stuck`: the number of threads whose call was
+        # abandoned and has not returned. `_taken_at`: the time (time.monotonic) at which a thread last took a call, or
+        # at which a call was added to the empty `calls`.
+        self.calls: Final[deque[HandlerCall]] = deque()
+        self.serving = 0
+        self.stuck = 0
         self._taken_at = 0.0
 
     @property
     def room(self) -> int:
         """The number of calls that the pool accepts now."""
-        if self._stuck and self.frozen:
+        if self.stuck and self.frozen:
             return 0
         ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
         return max(0, self.usable_threads * (1 + ahead) - self.in_hand)
@@ -245,32 +263,37 @@ class WorkerPool:
     @property
     def usable_threads(self) -> int:
         """The number of threads that may run calls at the same time."""
-        if self.gate is None or self.gate.allowed is None:
-            return self._threads
-        return min(self._threads, self.gate.allowed)
+        return self._threads if self._allowed is None else min(self._threads, self._allowed)
 
     @property
     def frozen(self) -> bool:
-        """Whether so many handlers are stuck that the pool starts no more threads and no more calls."""
-        return self._stuck > self._threads * STUCK_LIMIT
+        """Whether so many handlers are stuck that the pool starts no more calls."""
+        return self.stuck > self._threads * STUCK_LIMIT
 
     @property
     def waiting(self) -> int:
         """The number of calls that no thread has taken yet. Any thread may read this property."""
-        return self._queue.qsize() + len(self.behind) + self._at_gate
-
-    @property
-    def _at_gate(self) -> int:
-        return 0 if self.gate is None else self.gate.waiting
+        return len(self.calls)
 
     @property
     def running(self) -> int:
-        """The number of calls past the gate, with abandoned calls whose handlers still run. 0 without a gate."""
-        return 0 if self.gate is None else self.gate.passed
+        """The number of calls that threads run, with abandoned calls whose handlers still run."""
+        return self.serving + self.stuck
+
+    @property
+    def waiting_for_admission(self) -> int:
+        """The number of calls that wait because no more calls are allowed to run."""
+        return len(self.calls) if self._allowed is not None and self.running >= self._allowed else 0
+
+    @property
+    def has_free_thread(self) -> bool:
+        """Whether another call may run now."""
+        is_allowed = self._allowed is None or self.running < self._allowed
+        return is_allowed and self.serving < self._threads and not (self.stuck and self.frozen)
 
     def submit(self, work: HandlerCall) -> None:
         """Run a call as soon as a thread is free."""
-        self.reserve()
+        self.in_hand += 1
         self.start(work)
 
     def reserve(self) -> None:
@@ -281,84 +304,63 @@ class WorkerPool:
         self.in_hand += 1
 
     def start(self, work: HandlerCall) -> None:
-        """Run a call that `reserve` has counted."""
-        if self.sharing is None or not self._waits_behind(work, self.sharing):
-            self._enqueue(work)
-            self._staff()
-
-    def _waits_behind(self, work: HandlerCall, sharing: Sharing) -> bool:
-        """If this call may share the transaction of a busy thread, let the call wait for a busy thread. Return whether
-        the call waits."""
-        with self._sharing_lock:
-            if sharing.allowed and may_join(work) and len(self.behind) < _BEHIND * self._busy:
-                if not self.behind:
-                    self._taken_at = time.monotonic()
-                self.behind.append(work)
-                return True
-            self._busy += 1
-            return False
+        """Run a call that `reserve` has counted. If it may join the transaction of a busy thread, it waits for that."""
+        sharing = self.sharing
+        with self.shared_threads.lock:
+            if not self.calls:
+                self._taken_at = time.monotonic()
+            waits = len(self.calls) < _BEHIND * self.serving and sharing is not None and sharing.allowed
+            self.calls.append(work)
+            if not (waits and may_join(work)):
+                self.shared_threads.staff(self)
 
     def take(self) -> HandlerCall | None:
-        """Return a call that waits for a busy thread, or None. Only a thread of the pool uses this method."""
-        with self._sharing_lock:
-            return self._take_behind()
+        """Return a call that may join the transaction of the thread that asks, or None. Only a thread that runs a call
+        of this pool uses this method."""
+        with self.shared_threads.lock:
+            return self.take_first() if self.calls and may_join(self.calls[0]) else None
 
-    def _take_behind(self) -> HandlerCall | None:
-        if not self.behind:
-            return None
+    def take_first(self) -> HandlerCall:
+        """Remove and return the first waiting call. The caller has the lock of the threads."""
         self._taken_at = time.monotonic()
-        return self.behind.popleft()
+        work = self.calls.popleft()
+        if not self.calls:
+            self.shared_threads.waiting.pop(self, None)
+        return work
 
     def spread_at(self) -> float | None:
-        """Return the time at which to call `spread`; None if no call waits, or if no thread is free to run it."""
-        return self._taken_at + _BEHIND_SECONDS if self.behind and self._busy < self._threads else None
+        """Return the time at which to call `spread`; None if no call waits for a busy thread, or if no other thread may
+        run it."""
+        waits = bool(self.calls) and self not in self.shared_threads.waiting
+        return self._taken_at + _BEHIND_SECONDS if waits and self.has_free_thread else None
 
     def spread(self, now: float) -> None:
         """Give the calls that wait for busy threads to other threads, if the busy threads do not take them."""
         at = self.spread_at()
         if at is not None and now >= at:
-            with self._sharing_lock:
-                self._spread()
-            self._staff()
+            with self.shared_threads.lock:
+                self.shared_threads.staff(self)
 
-    def _spread(self) -> None:
-        while self.behind:
-            self._busy += 1
-            self._enqueue(self.behind.popleft())
+    @property
+    def is_closed(self) -> bool:
+        """Whether no call may start now, however many threads are free."""
+        return self.frozen or self._allowed == 0
 
     def withdraw(self) -> list[HandlerCall]:
-        """Return the submitted calls that no thread has taken."""
-        waiting: list[HandlerCall] = []
-        with contextlib.suppress(Empty):
-            while True:
-                waiting.append(self._queue.get_nowait())
-        if self.gate is not None:
-            passed = len(waiting)
-            # First remove the calls at the gate, so that `done` lets none of them pass.
-            waiting += self.gate.withdraw()
-            for _ in range(passed):
-                self.gate.done()
-        with self._sharing_lock:
-            self._busy -= len(waiting)
-            waiting += self.behind
-            self.behind.clear()
-        return waiting
-
-    def withdraw_at_gate(self) -> list[HandlerCall]:
-        """Return the submitted calls that wait at the gate, if the gate is closed."""
-        if self.gate is None or self.gate.allowed != 0:
-            return []
-        waiting = self.gate.withdraw()
-        with self._sharing_lock:
-            self._busy -= len(waiting)
-        return waiting
+        """Remove and return the submitted calls that no thread has taken."""
+        with self.shared_threads.lock:
+            return [self.take_first() for _ in range(len(self.calls))]
 
     def allow(self, number: int | None) -> int:
-        """Let at most this number of calls run at the same time. Return the number of calls that run now."""
-        assert self.gate is not None
-        passed = self.gate.allow(number)
-        self._staff()
-        return passed
+        """Let at most this number of calls run at the same time; None: as many as there are threads.
+
+        Return the number of calls that run now. If more calls run than allowed, they continue.
+        """
+        with self.shared_threads.lock:
+            if number != self._allowed:
+                self._allowed = number
+                self.shared_threads.staff(self)
+            return self.running
 
     def collected(self) -> None:
         """Record that a submitted call is over."""
@@ -367,94 +369,21 @@ class WorkerPool:
     def replace_stuck(self) -> None:
         """Replace the thread of an abandoned call that still runs."""
         self.in_hand -= 1
-        with self._staffing:
-            self._working -= 1
-        self.shared_threads.replace_stuck(self)
-        with self._sharing_lock:
-            self._busy -= 1
-            self._spread()
-        self._stuck += 1
+        with self.shared_threads.lock:
+            self.stuck += 1
+            self.shared_threads.replace_stuck(self)
         if self.frozen:
             logger.error(
                 "%s: %d handlers are stuck; outbox starts no more threads for this subscription",
                 self.name,
-                self._stuck,
+                self.stuck,
             )
-        self._staff()
 
     def unstuck(self) -> None:
         """Record that an abandoned call has returned. The thread of this call ends."""
-        self._stuck -= 1
-        self._staff()
-
-    def _staff(self) -> None:
-        """Ask for threads for the waiting calls, unless too many threads are stuck."""
-        with self._staffing:
-            while self._asked < self._queue.qsize() and self._working < self._threads and not self.frozen:
-                self._working += 1
-                self._ask()
-
-    def _ask(self) -> None:
-        self._asked += 1
-        self.shared_threads.ask(self)
-
-    def serve(self) -> bool:
-        """Run calls in this thread until no call waits, or until another pool waits for a thread.
-
-        Return False if another thread has replaced this one. A thread of `HandlerThreads` uses this method.
-        """
-        with self._staffing:
-            self._asked -= 1
-        work = self._next()
-        while work is not None:
-            self._run(work, self)
-            if work.is_given_up:
-                if self.gate is not None:
-                    self.gate.done()
-                return False
-            if self.shared_threads.are_awaited:
-                self._end_turn()
-                return True
-            work = self._next_behind() or (self._next() if self.gate is None else self._next_of(self.gate))
-        return True
-
-    def _next_of(self, gate: Gate) -> HandlerCall | None:
-        return gate.next() or self._next()
-
-    def _end_turn(self) -> None:
-        """Leave the next call of this thread to the thread that serves the pool in its next turn."""
-        if (work := self._next_behind()) is not None:
-            self._queue.put(work)
-        elif self.gate is not None:
-            self.gate.done()
-        with self._staffing:
-            if self._queue.empty():
-                self._working -= 1
-            else:
-                self._ask()
-
-    def _next_behind(self) -> HandlerCall | None:
-        """Return a call that waits for a busy thread. If no call waits, count this thread as not busy, and return
-        None."""
-        if self.sharing is None:
-            return None
-        with self._sharing_lock:
-            work = self._take_behind()
-            if work is None:
-                self._busy -= 1
-            return work
-
-    def _next(self) -> HandlerCall | None:
-        """Return the next call for this thread; None if no call waits."""
-        while True:
-            with contextlib.suppress(Empty):
-                return self._queue.get_nowait()
-            with self._staffing:
-                # This thread leaves the pool now. For a call that is submitted later, `_staff` asks for another thread,
-                # because `_working` does not count this thread any more.
-                if self._queue.empty():
-                    self._working -= 1
-                    return None
+        with self.shared_threads.lock:
+            self.stuck -= 1
+            self.shared_threads.staff(self)
 
 
 # -- one call --------------------------------------------------------------------------------------
@@ -494,7 +423,7 @@ class Caller:
         If calls wait for a busy thread of the pool, this method also runs some of them, in the same transaction.
         """
         sharing = pool.sharing
-        if sharing is not None and pool.behind and sharing.allowed and may_join(work):
+        if sharing is not None and pool.calls and sharing.allowed and may_join(work):
             take, deliver = pool.take, self._deliver_joined
             shared = SharedCalls(
                 work, sharing, take=take, deliver=deliver, running=self._joined, finished=self._finished

@@ -282,11 +282,10 @@ class Limiter:
         if reason and not self._waiting_for:
             self._waiting_since = now
         self._waiting_for = reason
-        gate = self._pool.gate
         return Demand(
             wanted=self._peak,
-            in_use=gate.passed if gate is not None else 0,
-            waiting=waiting + (gate.waiting if gate is not None else 0),
+            in_use=self._pool.running,
+            waiting=waiting + self._pool.waiting_for_admission,
             waiting_for=reason,
             waiting_seconds=now - self._waiting_since if reason else None,
             keys=self._keyed.denied if self._keyed is not None else (),
@@ -294,7 +293,7 @@ class Limiter:
 
     def _reason(self, now: float) -> str:
         """Return the name of the limit for which messages wait; '' if none waits for a limit."""
-        if not self._is_known or not (self.waiting or (self._pool.gate is not None and self._pool.gate.waiting)):
+        if not self._is_known or not (self.waiting or self._pool.waiting_for_admission):
             return ""
         if self.limits.running is not None and self._pool.usable_threads < self._peak:
             return "running"

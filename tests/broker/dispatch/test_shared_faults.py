@@ -62,7 +62,7 @@ def test_a_hang_behind_a_skipped_message_charges_the_hanging_one_only(
         )
         [pool] = pools
         release.set()
-        eventually(lambda: (pool._busy, pool.in_hand, pool._stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
+        eventually(lambda: (pool.serving, pool.in_hand, pool.stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
     assert hangs
     failures = orders.rows("SELECT log_id, error FROM outbox.failure")
     assert len(failures) == 1, failures
@@ -152,9 +152,9 @@ def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed:
             what=lambda: f"{set(range(count)) - set(together.effects)} {vars(pool)}",
         )
         eventually(lambda: orders.lag("g") == 0)
-        eventually(lambda: (pool._busy, pool.in_hand, pool._stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
+        eventually(lambda: (pool.serving, pool.in_hand, pool.stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
         threads = pool.shared_threads
-        eventually(lambda: (pool._working, pool._asked, threads._busy) == (0, 0, 0))
+        eventually(lambda: (len(pool.calls), len(threads.waiting), threads._busy) == (0, 0, 0))
         eventually(lambda: threads._alive == sum(thread.is_alive() for thread in threads._started))
     charged = {
         int(n)

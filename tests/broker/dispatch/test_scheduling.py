@@ -1,0 +1,99 @@
+"""Which waiting call a handler thread takes: each call runs once, and within the limits of its subscription."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.subscription import Subscription
+from tests.support import eventually
+
+
+class Call:
+    """As much of a call as the pool looks at."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.is_given_up, self.release = number, False, threading.Event()
+
+
+class Process:
+    """Pools of `threads` threads each, which share `most` threads. Calls run until `release`, or for `seconds`."""
+
+    def __init__(self, *threads: int, most: int, seconds: float | None = None) -> None:
+        known = [Subscription(topic=f"t{n}", group="g", threads=each) for n, each in enumerate(threads)]
+        self.threads, self._seconds = HandlerThreads(known, most), seconds
+        self.pools = [
+            WorkerPool(one.topic, one.threads, self._run, shared_threads=self.threads, batches=False) for one in known
+        ]
+        self.running: Counter[WorkerPool] = Counter()
+        self.most: Counter[WorkerPool] = Counter()
+        self.began: list[int] = []
+        self._lock = threading.Lock()
+
+    def _run(self, call: Any, pool: WorkerPool) -> None:
+        with self._lock:
+            self.began.append(call.number)
+            self.running[pool] += 1
+            self.most[pool] = max(self.most[pool], self.running[pool])
+        if self._seconds is None:
+            assert call.release.wait(20)
+        else:
+            time.sleep(self._seconds)
+        with self._lock:
+            self.running[pool] -= 1
+
+    def submit(self, pool: WorkerPool, number: int) -> Call:
+        call = Call(number)
+        pool.submit(call)  # type: ignore[arg-type]
+        return call
+
+
+def test_an_admission_lets_calls_start_and_keeps_others() -> None:
+    process = Process(4, most=4)
+    [pool] = process.pools
+    assert pool.allow(1) == 0
+    calls = [process.submit(pool, number) for number in range(4)]
+    eventually(lambda: process.began == [0])
+    assert (pool.waiting_for_admission, pool.running, pool.is_closed) == (3, 1, False)
+    pool.allow(2)
+    eventually(lambda: process.began == [0, 1])
+    # A call that has ended lets the next one start, and an abandoned one does not while its handler runs.
+    calls[0].release.set()
+    eventually(lambda: process.began == [0, 1, 2])
+    calls[1].is_given_up = True
+    pool.replace_stuck()
+    assert (pool.running, pool.waiting_for_admission) == (2, 1)
+    calls[1].release.set()
+    pool.unstuck()
+    eventually(lambda: process.began == [0, 1, 2, 3])
+    assert pool.allow(0) == 2
+    waiting = process.submit(pool, 4)
+    assert (pool.is_closed, pool.withdraw()) == (True, [waiting])
+    for call in calls:
+        call.release.set()
+    eventually(lambda: pool.running == 0)
+    process.threads.stop(within_seconds=5)
+    assert process.began == [0, 1, 2, 3]
+
+
+def test_each_call_runs_once_whatever_changes_meanwhile() -> None:
+    process, chance = Process(3, 2, 4, most=4, seconds=0.0005), random.Random(7)
+    for number in range(1500):
+        pool = chance.choice(process.pools)
+        process.submit(pool, number)
+        if chance.random() < 0.2:
+            pool.allow(chance.choice([0, 1, 2, None]))
+        if chance.random() < 0.05:
+            time.sleep(0.003)
+    for pool in process.pools:
+        pool.allow(None)
+    eventually(lambda: len(process.began) == 1500)
+    assert sorted(process.began) == list(range(1500))
+    assert all(process.most[pool] <= limit for pool, limit in zip(process.pools, (3, 2, 4), strict=True))
+    eventually(lambda: [(pool.serving, len(pool.calls)) for pool in process.pools] == [(0, 0)] * 3)
+    assert not process.threads.waiting
+    process.threads.stop(within_seconds=5)
