@@ -9,9 +9,9 @@ import heapq
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Final, Protocol
 from uuid import UUID
 
@@ -29,6 +29,7 @@ from outbox.broker.consumer.work import (
     Lane,
     OrderlyLane,
     Result,
+    counted_by_queue,
 )
 from outbox.broker.consumer.worker_pool import STUCK_LIMIT, HandlerThreads, RunCall, WorkerPool
 from outbox.broker.database.executor import Executor
@@ -40,8 +41,6 @@ from outbox.subscription import Mode, Subscription
 from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
-
-_QUEUE: Final = attrgetter("queue")
 
 
 # -- outages ---------------------------------------------------------------------------------------
@@ -241,20 +240,16 @@ class SubscriptionRunner:
         """Return whether the pool may get another call now."""
         if self.admission is not None and not self.admission.admits(now):
             return False
-        return self.pool.room > 0 and (self.outage.resume_at is None or self.may_call(now))
+        return not self.pool.is_full and (self.outage.resume_at is None or self.may_call(now))
 
     def may_call(self, now: float) -> bool:
         """Return whether an outage allows a call now."""
         return self.outage.admits(now, running=self.pool.in_hand > 0)
 
-    def is_backlogged(self) -> bool:
-        """Return whether messages may wait in the lanes because the pool or an admission accepts no more calls."""
-        return self.pool.room == 0 or (self.admission is not None and self.admission.waiting > 0)
-
     def next_at(self, now: float) -> float | None:
         """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
         such time is known, return None."""
-        if self.pool.room == 0 and (self.admission is None or self.pool.in_hand > 0):
+        if self.pool.is_full and (self.admission is None or self.pool.in_hand > 0):
             # The end of a call wakes the dispatching thread. A process that admits no call wakes for itself.
             return None
         resume_at = self.outage.resume_at
@@ -332,7 +327,10 @@ class Calls:
         self._runners = runners
         # Whether the handler of any subscription runs for a claimed message.
         self.has_claims: Final = any(runner.subscribed.claims for runner in runners.values())
+        self._has_admissions: Final = any(runner.admission is not None for runner in runners.values())
         self._running: set[HandlerCall] = set()
+        # The number of abandoned calls that have not returned. `_stuck`: those for which a key or queue waits.
+        self.abandoned = 0
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
         # `_asleep_until`: the time until which the dispatching thread sleeps if no other thread wakes it.
@@ -407,12 +405,13 @@ class Calls:
             now = time.monotonic()
             hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
             found += [began + seconds for began, seconds in hangs if began is not None and began + seconds > now]
-        for work in self._claimed():
-            found += [at for at in (work.leaves_at(), work.renew_at or None) if at is not None]
+        if self.has_claims:
+            for work in self._claimed():
+                found += [at for at in (work.leaves_at(), work.renew_at or None) if at is not None]
         return found
 
     def _claimed(self) -> list[HandlerCall]:
-        return [work for work in self._running if work.claimed_at is not None] if self.has_claims else []
+        return [work for work in self._running if work.claimed_at is not None]
 
     def leaving(self, now: float) -> list[HandlerCall]:
         """Return the running calls whose claimed message leaves its queue now."""
@@ -439,8 +438,7 @@ class Calls:
         for work in self._claimed():
             if not work.results:
                 work.abandoned = f"the process of group {work.subscribed.group.name!r} ends before its handler"
-                self._running.discard(work)
-                self._runners[work.subscribed.key].pool.replace_stuck()
+                self._abandon(work)
                 yield work, [NOT_STARTED] * len(work.items)
 
     def end_of_started(self, queue: OwnedQueue) -> int:
@@ -465,7 +463,7 @@ class Calls:
         self._runners[work.subscribed.key].pool.reserve()
 
     def _count(self, work: HandlerCall) -> None:
-        for queue, count in Counter(map(_QUEUE, work.items)).items():
+        for queue, count in counted_by_queue(work.items).items():
             queue.started(count)
         self._running.add(work)
 
@@ -484,6 +482,8 @@ class Calls:
 
     def take_back(self) -> None:
         """End the waiting calls of each pool that starts no calls now. They count as not started."""
+        if not (self.abandoned or self._has_admissions):
+            return
         for runner in self._runners.values():
             if runner.pool.calls and runner.pool.is_closed:
                 for work in runner.pool.withdraw():
@@ -520,13 +520,17 @@ class Calls:
             self._running.discard(work)
             self._runners[work.subscribed.key].pool.collected()
             yield work, work.results
-        for work in self._overdue():
-            self._running.discard(work)
-            self._runners[work.subscribed.key].pool.replace_stuck()
+        for work in self._overdue() if self._running else ():
+            self._abandon(work)
             error = HandlerTimedOut(f"{work.abandoned}. The attempt counts as failed; outbox ignores a late result.")
             yield work, [error] * len(work.items)
             for other in self._sharing_with(work):
                 yield other, [NOT_STARTED] * len(other.items)
+
+    def _abandon(self, work: HandlerCall) -> None:
+        self.abandoned += 1
+        self._running.discard(work)
+        self._runners[work.subscribed.key].pool.replace_stuck()
 
     def _sharing_with(self, hanging: HandlerCall) -> Iterator[HandlerCall]:
         """End and yield the unfinished calls that share the transaction of a call that has timed out.
@@ -563,6 +567,7 @@ class Calls:
 
     def _returned_late(self, work: HandlerCall) -> None:
         """Record that an abandoned call has returned: its result does not count, but its key or queue may continue."""
+        self.abandoned -= 1
         self._runners[work.subscribed.key].pool.unstuck()
         back = self._stuck.pop(work, None)
         if back is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 from uuid import UUID
 
@@ -34,7 +34,6 @@ from outbox.broker.consumer.quarantine_runner import QuarantineRunner
 from outbox.broker.consumer.results import (
     Failed,
     Waiting,
-    all_handled,
     book,
     leave,
     postpone,
@@ -42,7 +41,15 @@ from outbox.broker.consumer.results import (
     settle,
     settle_left,
 )
-from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result, TimedOut, note_time_limits
+from outbox.broker.consumer.work import (
+    FetchedEntry,
+    HandlerCall,
+    Lane,
+    Result,
+    TimedOut,
+    counted_by_queue,
+    note_time_limits,
+)
 from outbox.broker.consumer.worker_pool import HandlerThreads, RunCall
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.sender import RoundTrip
@@ -56,8 +63,8 @@ from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 
-_QUEUE: Final = attrgetter("queue")
 _ROW: Final = attrgetter("row")
+_OFFSET: Final = itemgetter(OFFSET)
 
 
 # -- prefetching -----------------------------------------------------------------------------------
@@ -88,17 +95,19 @@ def room_of(queue: OwnedQueue) -> int:
 
 def _by_queue(
     wanted: Sequence[tuple[OwnedQueue, int]], rows: Sequence[Row]
-) -> Iterator[tuple[OwnedQueue, int, Sequence[Row]]]:
-    """Yield each wanted queue, with how many entries were wanted and its rows. Raises BrokerError after a wrong row."""
+) -> list[tuple[OwnedQueue, int, Sequence[Row]]]:
+    """Return each wanted queue, its number of wanted entries and its rows. Raises BrokerError after a wrong row."""
+    found: list[tuple[OwnedQueue, int, Sequence[Row]]] = []
     start = 0
     for slot, (queue, room) in enumerate(wanted, start=1):
         end = start
         while end < len(rows) and rows[end][SLOT] == slot:
             end += 1
-        yield queue, room, rows[start:end]
+        found.append((queue, room, rows[start:end]))
         start = end
     if start != len(rows):
         raise BrokerError("the broker returned fetched messages in another order than this process requested.")
+    return found
 
 
 class FetchAhead:
@@ -113,35 +122,38 @@ class FetchAhead:
         self._owned = owned
         self._wanted: list[tuple[OwnedQueue, int]] = []
         self._starts: list[int] = []
-        self._rows: list[Row] = []
+        self.rows: list[Row] = []
 
     def send(self, trip: RoundTrip) -> int | None:
         """Send the fetch. Return its number, or None if there is nothing to fetch or there are too many queues."""
-        self._wanted = [(queue, room) for queue in self._owned.values() if (room := room_of(queue)) > 0]
-        self._starts = [queue.fetch_from for queue, _ in self._wanted]
+        self._wanted, self._starts = [], []
+        for queue in self._owned.values():
+            if (room := room_of(queue)) > 0:
+                self._wanted.append((queue, room))
+                self._starts.append(queue.fetch_from)
         if not 0 < len(self._wanted) <= _MOST_QUEUES_AHEAD:
             return None
         return trip.send_adapted(*self._fetcher.request(self._wanted))
 
     def answered(self, rows: list[Row]) -> None:
         """Keep the rows until `take`."""
-        self._rows = rows
+        self.rows = rows
 
     def forget(self) -> None:
         """Drop the rows. The entries stay in the queues, and a later fetch reads them again."""
-        self._rows = []
+        self.rows = []
 
-    def take(self) -> Iterator[tuple[OwnedQueue, int, Sequence[Row]]]:
-        """Yield the rows of each queue like `_by_queue`, without the rows that this process may not use any more.
+    def take(self) -> list[tuple[OwnedQueue, int, Sequence[Row]]]:
+        """Return the rows of each queue like `_by_queue`, without the rows that this process may not use any more.
 
         Since the fetch was sent, the process may have lost, stopped or resumed a queue, or its group may be paused.
         """
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
+        rows, self.rows = self.rows, []
+        usable: list[tuple[OwnedQueue, int, Sequence[Row]]] = []
         for (queue, room, found), start in zip(_by_queue(self._wanted, rows), self._starts, strict=True):
             if found and queue.fetch_from == start and len(found) <= room_of(queue):
-                yield queue, room, found
+                usable.append((queue, room, found))
+        return usable
 
 
 class Prefetcher:
@@ -174,12 +186,13 @@ class Prefetcher:
     def mark_grown(self, grown: Collection[int] | None) -> None:
         """Note that the queues with these ids have grown. None means that any queue may have grown."""
         if grown is None:
-            found = list(self._owned.values())
-        else:
-            keys = [(group_id, queue_id) for queue_id in grown for group_id in self._group_ids]
-            found = [self._owned[key] for key in keys if key in self._owned]
-        for queue in found:
-            self.look_at(queue)
+            for queue in self._owned.values():
+                self.look_at(queue)
+            return
+        for queue_id in grown:
+            for group_id in self._group_ids:
+                if (owned := self._owned.get((group_id, queue_id))) is not None:
+                    self.look_at(owned)
 
     def look_at(self, queue: OwnedQueue) -> None:
         """Note that a queue may have more messages to fetch."""
@@ -191,12 +204,17 @@ class Prefetcher:
 
         First use the messages that were fetched with the tick. If there are no other messages, send no statement.
         """
-        for queue, room, rows in self.ahead.take():
-            self._ingest(queue, rows, more=len(rows) == room)
+        if self.ahead.rows:
+            for queue, room, rows in self.ahead.take():
+                self._ingest(queue, rows, more=len(rows) == room)
         if not self._hungry:
             return
-        self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
-        wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
+        wanted: list[tuple[OwnedQueue, int]] = []
+        for queue in tuple(self._hungry):
+            if not queue.hungry or queue.phase is not Phase.ACTIVE:
+                del self._hungry[queue]
+            elif (room := room_of(queue)) > 0:
+                wanted.append((queue, room))
         if wanted:
             for queue, room, rows in _by_queue(wanted, self._fetcher.fetch(run, wanted)):
                 if rows:
@@ -207,7 +225,7 @@ class Prefetcher:
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Put the next entries of a queue into its window and its lanes."""
         window = queue.window
-        if [row[OFFSET] for row in rows] != list(range(queue.fetch_from, queue.fetch_from + len(rows))):
+        if list(map(_OFFSET, rows)) != list(range(queue.fetch_from, queue.fetch_from + len(rows))):
             expected = queue.fetch_from
             for row in rows:
                 if row[OFFSET] < expected:
@@ -334,6 +352,8 @@ class Dispatcher:
         # The handler threads call `finished`, which returns whether to wake the dispatching thread.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
+        # The runners of subscriptions that may have something new for operators.
+        self._to_report: set[SubscriptionRunner] = set()
         self._store_at = 0.0
         self._bounded = self._draining = False
         # The results of calls whose claimed message has left its queue. They are stored in the next step.
@@ -355,9 +375,11 @@ class Dispatcher:
         self._collect(run)
         if self._calls.has_claims:
             self._keep_claims(run)
-        self._quarantine.settle(run)
-        for runner in self._runners.values():
+        if self._quarantine.verdicts:
+            self._quarantine.settle(run)
+        for runner in tuple(self._to_report):
             runner.report(run, self._instance)
+            self._to_report.discard(runner)
         self._prefetcher.fetch(run)
         self._dispatch(run)
         self._store(run)
@@ -370,15 +392,15 @@ class Dispatcher:
         Call this right before the wait.
         """
         now = time.monotonic()
-        due: list[float | None] = [now + longest, *self._calls.deadlines()]
-        is_silent = self._quarantine.silent
+        due = [now + longest, *self._calls.deadlines()]
         for runner in self._runners.values():
-            if not (is_silent or runner.subscribed.group.paused):
-                due.append(runner.next_at(now))
-            if runner.admission is not None:
-                due.append(runner.admission.next_at(now))
-            if runner.pool.calls:
-                due.append(runner.pool.spread_at())
+            is_silent = self._quarantine.silent or runner.subscribed.group.paused
+            if not is_silent and (at := runner.next_at(now)) is not None:
+                due.append(at)
+            if runner.admission is not None and (at := runner.admission.next_at(now)) is not None:
+                due.append(at)
+            if runner.pool.calls and (at := runner.pool.spread_at()) is not None:
+                due.append(at)
         if now < self._claims_until:
             due.append(self._claims_until)
         if self._dirty:
@@ -386,7 +408,7 @@ class Dispatcher:
         for queue in self._owned.values():
             if queue.start_until > now:
                 due.append(queue.start_until)
-        return self._calls.sleep(max(0.0, min([at for at in due if at is not None]) - now))
+        return self._calls.sleep(max(0.0, min(due) - now))
 
     @property
     def is_idle(self) -> bool:
@@ -414,7 +436,7 @@ class Dispatcher:
     @property
     def hung(self) -> str:
         """The reason why this process must end, so that other processes handle its messages; '' if it need not end."""
-        return self._calls.hung()
+        return self._calls.hung() if self._calls.abandoned else ""
 
     def enter_life(self, life: UUID) -> None:
         """From now on, accept only queues acquired in `life` (groups.lives), and give up the queues of other lives."""
@@ -465,14 +487,16 @@ class Dispatcher:
     # -- events ---------------------------------------------------------------------------------
 
     def _adopt(self, run: Executor) -> None:
-        while (event := self._ownership.next_event()) is not None:
+        while self._ownership.events:
+            event = self._ownership.events.popleft()
             if isinstance(event, LifeChanged):
                 self.enter_life(lives.current(run))
             else:
                 self._apply(event)
         now = lease_clock()
-        for queue in [queue for queue in self._owned.values() if now >= queue.lease.trusted_until]:
-            self._lose(queue)
+        for queue in tuple(self._owned.values()):
+            if now >= queue.lease.trusted_until:
+                self._lose(queue)
         if self._stale:
             for queue in self._stale:
                 if queue.running == 0:
@@ -534,7 +558,9 @@ class Dispatcher:
 
     def _hand_over_drained(self) -> None:
         now = time.monotonic()
-        for queue in [queue for queue in self._owned.values() if queue.phase is Phase.DRAINING]:
+        for queue in tuple(self._owned.values()):
+            if queue.phase is not Phase.DRAINING:
+                continue
             if now >= queue.start_until or queue.group.paused:
                 self._forget_waiting(queue)
             if queue.running or any(lane.has_ready(queue) for lane in self._lanes_of(queue)):
@@ -585,12 +611,14 @@ class Dispatcher:
     def _collect(self, run: Executor) -> None:
         """Book the finished calls and the calls that have timed out."""
         failed: list[Failed] = []
-        self._calls.take_back()
         waiting: list[Waiting] = []
-        ended = self._calls.over()
+        over: list[tuple[HandlerCall, set[int]]] = []
+        self._calls.take_back()
+        for work, results in self._calls.over():
+            over.append((work, self._absorb(work, results, failed, waiting)))
         if time.monotonic() >= self._claims_until:
-            ended = chain(ended, self._calls.give_up_claims())
-        over = [(work, self._absorb(work, results, failed, waiting)) for work, results in ended]
+            for work, results in self._calls.give_up_claims():
+                over.append((work, self._absorb(work, results, failed, waiting)))
         if over:
             self._conclude(run, over, failed, waiting)
 
@@ -618,7 +646,9 @@ class Dispatcher:
             postpone(run, work)
         while self._left:
             work, result = self._left[0]
-            settle_left(run, work, result, self._runners[work.subscribed.key].outage)
+            runner = self._runners[work.subscribed.key]
+            settle_left(run, work, result, runner.outage)
+            self._to_report.add(runner)
             self._left.popleft()
 
     def _detach(self, work: HandlerCall) -> None:
@@ -649,24 +679,31 @@ class Dispatcher:
             return set()
         # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
         # for a queue below, this number decides whether the queue is blocked.
-        counted = Counter(map(_QUEUE, work.items))
+        counted = counted_by_queue(work.items)
         for queue, count in counted.items():
             queue.returned(count)
-        booked = book(work, results, self._runners[work.subscribed.key].outage)
-        self._quarantine.over(work, results, booked.again)
+        runner = self._runners[work.subscribed.key]
+        was_outage = runner.outage.resume_at is not None
+        booked = book(work, results, runner.outage)
+        if self._quarantine.held is not None:
+            self._quarantine.over(work, results, booked.again)
         failed += booked.failed
         waiting += booked.waiting
         for queue in booked.lost:
             self._lose(queue)
-        if all_handled(results):
+        if booked.all_handled:
             self.counts["handled"] += len(results)
         else:
-            for report in self._runners[work.subscribed.key].reports:
+            for report in runner.reports:
                 report.note(results)
             # Compare by identity: an error of a handler may define `__eq__`, which may raise.
             self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
             self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
-        self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
+        if was_outage or not booked.all_handled:
+            self._to_report.add(runner)
+        for queue in counted:
+            if queue.phase is not Phase.LOST:
+                self._dirty.add(queue)
         return booked.again
 
     def _conclude(
@@ -689,22 +726,23 @@ class Dispatcher:
             for queue in lost:
                 if queue.phase is not Phase.LOST:
                     self._lose(queue)
-        timed_out = sum(isinstance(one.error, TimedOut) for one in failed)
-        self.counts["timed_out"] += timed_out
-        self.counts["failed"] += len(failed) - timed_out
-        for queue in {one.item.queue for one in failed}:
-            if queue.is_stopped:
+        for one in failed:
+            self.counts["timed_out" if isinstance(one.error, TimedOut) else "failed"] += 1
+            if one.item.queue.is_stopped:
                 # One of these failures has stopped the queue, and later messages must not overtake the failed message.
-                self._forget_waiting(queue)
-        # Keep failed messages also while their queue is drained, because they must block the later messages of their
-        # key or queue.
-        kept = {id(item) for item in again if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)}
+                self._forget_waiting(one.item.queue)
+        kept: set[int] = set()
+        for item in again:
+            # Keep failed messages also while their queue is drained, because they must block the later messages of
+            # their key or queue.
+            if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING):
+                kept.add(id(item))
         for work, unstarted in over:
             left = kept | unstarted
             back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
                 item.queue.buffer()
-            if work.blocks_until_returned and (back or not work.subscribed.ordered):
+            if work.abandoned and work.blocks_until_returned and (back or not work.subscribed.ordered):
                 self._calls.keep_until_returned(work, back)
             else:
                 work.lane.settle([*work.items, *work.expired], back)
@@ -713,8 +751,9 @@ class Dispatcher:
 
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
-        self._quarantine.proceed(run)
-        is_silent = self._quarantine.silent
+        quarantine = self._quarantine
+        if quarantine.held is not None:
+            quarantine.proceed(run)
         # Each step gives calls to every subscription whose threads have room, so there are no weights: no
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
@@ -722,24 +761,22 @@ class Dispatcher:
                 runner.pool.spread(now)
             group = runner.subscribed.group
             if (admission := runner.admission) is not None:
-                may_start = not (group.paused or is_silent) and runner.may_call(now)
+                may_start = not (group.paused or quarantine.silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
                 now = time.monotonic()
             if group.paused:
                 continue
             for lane in runner.lanes:
-                while not is_silent and runner.admits(now) and (items := lane.take(now)):
+                while not quarantine.silent and runner.admits(now) and (items := lane.take(now)):
                     if admission is not None:
                         admission.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
-                    if group.quarantined:
-                        is_silent = self._quarantine.silent
-            runner.backlog = runner.is_backlogged()
+            runner.backlog = runner.pool.is_full or (admission is not None and admission.waiting > 0)
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:
         """Return whether each running call must wake the dispatching thread when it ends."""
-        if self._draining or self._bounded or self._quarantine.pending or self._stale:
+        if self._draining or self._bounded or self._quarantine.held is not None or self._stale:
             return True
         for runner in self._runners.values():
             if runner.outage.resume_at is not None:

@@ -495,17 +495,15 @@ class Ownership:
     def __init__(self, wake_dispatcher: Callable[[], None]) -> None:
         self._wake_dispatcher = wake_dispatcher
         self._coordinator_wanted = threading.Event()
-        self._events: deque[Event] = deque()
+        # The events for the dispatching thread, oldest first.
+        self.events: Final[deque[Event]] = deque()
         self._handed_back: deque[Lease] = deque()
         self._blocked: set[QueueKey] = set()
         self._draining = False
-        self._is_outdated = False
+        # Whether the process has to register again.
+        self.is_outdated = False
 
     # -- the dispatching thread's side ----------------------------------------------------------
-
-    def next_event(self) -> Event | None:
-        """Remove and return the oldest event; None if there is none."""
-        return self._events.popleft() if self._events else None
 
     def hand_back(self, lease: Lease) -> None:
         """Give the lease of a queue back to the coordinator, because the queue is drained or the lease is over."""
@@ -531,7 +529,7 @@ class Ownership:
 
     def emit(self, event: Event) -> None:
         """Send an event to the dispatching thread."""
-        self._events.append(event)
+        self.events.append(event)
         self._wake_dispatcher()
 
     def handed_back(self) -> list[Lease]:
@@ -562,15 +560,10 @@ class Ownership:
 
         The ids of this process's groups and topics may belong to other groups and topics now.
         """
-        self._is_outdated = self._draining = True
+        self.is_outdated = self._draining = True
         self._wake_dispatcher()
 
     # -- any thread -----------------------------------------------------------------------------
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the process has to register again."""
-        return self._is_outdated
 
     def is_blocked(self, key: QueueKey) -> bool:
         """Return whether handlers that this process started under an earlier lease of this queue still run."""

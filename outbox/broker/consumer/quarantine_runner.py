@@ -63,24 +63,17 @@ class QuarantineRunner:
         self._instance = instance
         self._host = socket.gethostname()
         self._calls = calls
-        self._held: HandlerCall | None = None
+        # The attempt that is running or waits for running calls. `silent`: whether it must run alone, so that the
+        # process may start no other call.
+        self.held: HandlerCall | None = None
+        self.silent = False
         self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
         # The time (time.monotonic) from which this process may begin attempts; None until it meets such a message.
         self._begin_at: float | None = None
         # Functions that store the results of finished attempts.
-        self._verdicts: list[Callable[[Executor], None]] = []
-
-    @property
-    def silent(self) -> bool:
-        """Whether this process has an attempt that must run alone, so that the process may start no other call."""
-        return self._held is not None and not self._hung
-
-    @property
-    def pending(self) -> bool:
-        """Whether this process has an attempt that is running or waits for running calls."""
-        return self._held is not None
+        self.verdicts: list[Callable[[Executor], None]] = []
 
     def bound(self) -> None:
         """Begin the attempts at once, because a bounded pass does not wait for what is due later."""
@@ -105,14 +98,15 @@ class QuarantineRunner:
             _put_back(work, 0.0)
         elif time.monotonic() < (begin_at := self._first_attempt_at()):
             _put_back(work, begin_at)
-        elif self._held is not None or self._draining:
+        elif self.held is not None or self._draining:
             _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
         elif wait_seconds := self._wait_seconds(run, work):
             _put_back(work, time.monotonic() + wait_seconds)
         else:
-            self._held = work
+            self.held = work
             self._stage = _Stage.HELD
             self._hung = all(known[_log_id(item)].hung for item in found)
+            self.silent = not self._hung
             self._calls.hold(work)
         return True
 
@@ -138,7 +132,7 @@ class QuarantineRunner:
 
     def proceed(self, run: Executor) -> None:
         """Begin the waiting attempt if it may begin now. If a statement fails, the attempt continues to wait."""
-        work = self._held
+        work = self.held
         if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
             return
         refusal = self._refusal(run, work)
@@ -176,18 +170,18 @@ class QuarantineRunner:
         `excused` has the ids of the items for which this process calls the handler again, because these items have not
         caused the failure.
         """
-        if work is not self._held:
+        if work is not self.held:
             return
-        self._held = None
+        self.held, self.silent = None, False
         # Add a result for a refused call, too: the note of the call may have been committed although the statement
         # seemed to fail.
-        self._verdicts.append(self._verdict(work, results, excused))
+        self.verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
         """Store the results of finished attempts. Call this before an offset passes the messages of these attempts."""
-        while self._verdicts:
-            self._verdicts[0](run)
-            self._verdicts.pop(0)
+        while self.verdicts:
+            self.verdicts[0](run)
+            self.verdicts.pop(0)
 
     def _verdict(
         self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]

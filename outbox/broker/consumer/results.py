@@ -428,12 +428,6 @@ _OFFSET: Final = attrgetter("offset")
 _HANDLED_ALONE: Final = {id(Disposition.HANDLED)}
 
 
-def all_handled(results: Sequence[Result]) -> bool:
-    """Return whether a call has results, and all of them are HANDLED."""
-    # Compare by identity: an error of a handler may define `__eq__`, which may raise.
-    return set(map(id, results)) == _HANDLED_ALONE
-
-
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
 
 
@@ -442,19 +436,22 @@ class CallOutcome:
     """The unfinished messages of a call, and the queues whose lease is over.
 
     `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `waiting`: the
-    messages that leave their queues for a time. `lost`: the queues whose lease is over.
+    messages that leave their queues for a time. `lost`: the queues whose lease is over. `all_handled`: whether the
+    handler has handled all messages of the call.
     """
 
     failed: list[Failed] = field(default_factory=list)
     again: set[int] = field(default_factory=set)
     waiting: list[Waiting] = field(default_factory=list)
     lost: list[OwnedQueue] = field(default_factory=list)
+    all_handled: bool = False
 
 
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
     """Mark the handled messages of a call as finished, and return the unfinished messages."""
-    booked = CallOutcome()
-    if all_handled(results):
+    # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+    booked = CallOutcome(all_handled=set(map(id, results)) == _HANDLED_ALONE)
+    if booked.all_handled:
         offsets: dict[OwnedQueue, list[int]] = {}
         for queue, items in groupby(work.items, _QUEUE):
             offsets.setdefault(queue, []).extend(map(_OFFSET, items))

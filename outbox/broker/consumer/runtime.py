@@ -96,9 +96,11 @@ class WakeUp:
 
     def clear(self) -> None:
         """Make the socket ready for the next `set`. The caller looks for work after this call."""
-        with contextlib.suppress(OSError):
+        try:  # noqa: SIM105 (`suppress` takes three frames, at each wait)
             # The socket never holds more than 64 bytes.
             self.socket.recv(64)
+        except OSError:
+            pass
         # Reset the flag last. If the flag were reset first, the `recv` above could remove the byte of a new `set`, and
         # all later calls of `set` would be ignored.
         self._is_set = False
@@ -306,9 +308,11 @@ class ConsumerSession:
             self.wake_up.set()
 
     def _step(self) -> None:
-        run = self._run_in_current_life()
-        if self._has_stepped:
-            self._accompany(run)
+        run = self._run
+        if run is None or self._is_new or self._announcements is None:
+            run = self._run_in_current_life()
+        if self._has_stepped and self._session_task is not None:
+            self._accompany(run, self._session_task)
         now = time.monotonic()
         grown, self._grown = self._grown, set()
         if grown is None or now - self._polled_at >= self._poll_seconds:
@@ -316,13 +320,14 @@ class ConsumerSession:
         self.dispatcher.step(run, grown)
         self._has_stepped = True
 
-    def _accompany(self, run: Executor) -> None:
-        if self._session_task is None or self._announcements is None:
+    def _accompany(self, run: Executor, session_task: SessionTask) -> None:
+        if self._announcements is None:
             return
         decided, self._decided = self._decided, False
         ahead, queued = self.dispatcher.fetch_ahead, Channel.QUEUED.name_in(self._database.schema)
-        ahead.forget()
-        if self._session_task.turn(run, self._announcements, decided=decided, after=ahead):
+        if ahead.rows:
+            ahead.forget()
+        if session_task.turn(run, self._announcements, decided=decided, after=ahead):
             # The notification of this process's own tick arrives together with the answer to the tick. If the
             # notification is missing, the server has refused to send it.
             arrived = self._announcements.wait(0)

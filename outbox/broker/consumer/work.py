@@ -8,9 +8,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 from outbox.broker.consumer.fetch import SECONDS_LEFT
@@ -38,6 +39,8 @@ Result = Disposition | BaseException | Postponed | ClaimedElsewhere | None
 # A claimed message leaves its queue if its handler runs for longer than this (seconds). A shorter call needs no
 # redelivery.
 LEAVE_SECONDS: Final = 1.0
+
+_QUEUE: Final = attrgetter("queue")
 
 _parts: Final = itertools.count(1)
 
@@ -75,16 +78,20 @@ class FetchedEntry:
         return self.retries + self.in_place + 1
 
 
+def counted_by_queue(items: Sequence[FetchedEntry]) -> Mapping[OwnedQueue, int]:
+    """Return how many of the entries belong to each queue."""
+    return {items[0].queue: 1} if len(items) == 1 else Counter(map(_QUEUE, items))
+
+
 def note_time_limits(items: Sequence[FetchedEntry]) -> None:
     """Set `ends_at` of the items whose message has a time limit.
 
     Call this right after the rows of these items were read. The time between the reading and this call prolongs the
     limit.
     """
-    limited = [(item, item.row[SECONDS_LEFT]) for item in items if item.row and item.row[SECONDS_LEFT] is not None]
-    if limited:
-        now = time.monotonic()
-        for item, seconds_left in limited:
+    now = time.monotonic()
+    for item in items:
+        if item.row and (seconds_left := item.row[SECONDS_LEFT]) is not None:
             item.ends_at = now + seconds_left
 
 
@@ -247,7 +254,7 @@ class HandlerCall:
     @property
     def is_given_up(self) -> bool:
         """Whether the thread of this call was replaced: this call, or a call that shares its transaction, hangs."""
-        return bool(self.abandoned) or any(call.abandoned for call in self.shares)
+        return bool(self.abandoned) or (len(self.shares) > 1 and any(call.abandoned for call in self.shares))
 
     def start(self) -> None:
         """Record that the handler is being called now."""
@@ -258,7 +265,7 @@ class HandlerCall:
         if self.abandoned or self.claimed_at is not None:
             # The token of a claim protects the effects of a claimed message, whether the queue is lost or not.
             return self.abandoned
-        for queue in {id(item.queue): item.queue for item in self.items}.values():
+        for queue in counted_by_queue(self.items):
             if not queue.trusted():
                 return f"the lease of queue {queue.name} for group {queue.group.name!r} is over"
         return ""
