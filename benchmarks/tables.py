@@ -1,7 +1,8 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
 It rewrites three pages of docs/maintainers and docs/operations/sizing.md. A block of figures is between
-`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of `_OF_SIZING`, the name of a file in benchmarks/results, or `rest`: the figures that have no block yet, and the names of
+`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of `_OF_SIZING`, the name of a file in
+benchmarks/results, or `rest`: the figures that have no block yet, and the names of
 the scripts without figures. So a page has no empty tables, and a measurement is never without a place.
 """
 
