@@ -487,8 +487,8 @@ class Dispatcher:
     # -- events ---------------------------------------------------------------------------------
 
     def _adopt(self, run: Executor) -> None:
-        while self._ownership.events:
-            event = self._ownership.events.popleft()
+        while self._ownership.changes:
+            event = self._ownership.changes.popleft()
             if isinstance(event, LifeChanged):
                 self.enter_life(lives.current(run))
             else:

@@ -496,7 +496,7 @@ class Ownership:
         self._wake_dispatcher = wake_dispatcher
         self._coordinator_wanted = threading.Event()
         # The events for the dispatching thread, oldest first.
-        self.events: Final[deque[Event]] = deque()
+        self.changes: Final[deque[Event]] = deque()
         self._handed_back: deque[Lease] = deque()
         self._blocked: set[QueueKey] = set()
         self._draining = False
@@ -529,7 +529,7 @@ class Ownership:
 
     def emit(self, event: Event) -> None:
         """Send an event to the dispatching thread."""
-        self.events.append(event)
+        self.changes.append(event)
         self._wake_dispatcher()
 
     def handed_back(self) -> list[Lease]:
