@@ -129,7 +129,8 @@ def test_a_commit_by_hand_then_an_exception_is_not_reported_as_rollback(path: st
 
 
 @pytest.mark.parametrize(
-    "statement", ["COMMIT", "end", "ROLLBACK", "abort work", "SELECT 1; COMMIT", "COMMIT AND CHAIN"]
+    "statement",
+    ["COMMIT", "end", "ROLLBACK", "abort work", "SELECT 1; COMMIT", "SAVEPOINT s; COMMIT", "COMMIT AND CHAIN"],
 )
 def test_ending_a_block_by_hand_after_publish_is_refused_before_it_happens(path: str, statement: str) -> None:
     with transaction.atomic():

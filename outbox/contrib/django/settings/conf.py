@@ -208,16 +208,6 @@ def _broker(where: str, value: object) -> str:
     return broker
 
 
-def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
-    """Return the check of a dictionary whose keys must be valid names of consumer groups."""
-
-    def entry(where: str, name: str, given: object) -> Entry:
-        group.check(where, name)
-        return read(kind, where, given)
-
-    return entries(entry, name="name", example=example)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutboxSettings:
     """The checked settings of a project. All times are in seconds."""
