@@ -21,7 +21,8 @@ from psycopg.types.json import Jsonb
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
-from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.log.topics import TopicCatalog, declare_topics
+from outbox.broker.operations.deletion import delete_topic
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.contrib.django.publishing.publish import _lock_number
@@ -223,6 +224,16 @@ def test_what_is_refused(connection: BrokerConnection) -> None:
         with pytest.raises(psycopg.Error, match=says):
             publish(connection, topic, **named)
         assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (0,)
+
+
+def test_a_deleted_topic_takes_no_messages_until_it_is_declared_again(connection: BrokerConnection) -> None:
+    publish(connection)
+    delete_topic(Executor(connection, "outbox"), "orders")
+    with pytest.raises(psycopg.errors.UndefinedObject, match="'orders' is not declared"):
+        publish(connection)
+    declare_topics(Executor(connection, "outbox"), TOPICS)
+    publish(connection)
+    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (2,)
 
 
 def test_an_operator_can_switch_it_off_and_a_resent_id_stores_nothing(

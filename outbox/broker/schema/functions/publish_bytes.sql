@@ -23,7 +23,8 @@ DECLARE
     id        uuid := message_id;
     log_id    bigint;
 BEGIN
-    SELECT one.* INTO target FROM topic AS one WHERE one.name = topic AND one.retry_of IS NULL;
+    SELECT one.* INTO target FROM topic AS one
+    WHERE one.name = topic AND one.retry_of IS NULL AND one.deleted_at IS NULL;
     IF target.topic_id IS NULL THEN
         RAISE EXCEPTION 'topic % is not declared', quote_nullable(topic)
             USING ERRCODE = 'undefined_object', HINT = 'Declare it in OUTBOX[''TOPICS''], or with outbox_topic create.';
