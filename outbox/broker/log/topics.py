@@ -57,7 +57,8 @@ UPDATE {schema}.queue SET closing = true
 WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS NULL
 """)
 
-_ALL = Statement("""
+# Every declared topic, a `TopicRow` each.
+ALL_TOPICS: Final = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
        space_limit_bytes, on_limit, searchable, over_limit ->> 'reason' AS over_limit,
        CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_messages() END AS uncounted
@@ -66,7 +67,9 @@ FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 
 
 @dataclass(frozen=True, slots=True)
-class _TopicRow:
+class TopicRow:
+    """A row of `ALL_TOPICS`."""
+
     topic_id: int
     name: str
     message_types: list[str]
@@ -82,6 +85,7 @@ class _TopicRow:
     uncounted: int | None
 
     def known(self) -> KnownTopic:
+        """Return the topic."""
         return KnownTopic(
             self.topic_id,
             Topic(
@@ -162,7 +166,7 @@ def list_topics(run: Executor) -> list[Topic]:
 
 
 def _read(run: Executor) -> dict[str, KnownTopic]:
-    return {row.name: row.known() for row in run.objects(_TopicRow, _ALL)}
+    return {row.name: row.known() for row in run.objects(TopicRow, ALL_TOPICS)}
 
 
 _ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")
@@ -210,7 +214,7 @@ class TopicCatalog:
         try:
             return topics[name]
         except KeyError:
-            raise _unknown(name, topics) from None
+            raise unknown_topic(name, topics) from None
 
     def prepare(
         self, connection: Connection, messages: Sequence[Message], *, transactional: bool | None
@@ -273,7 +277,8 @@ class TopicCatalog:
         return topics
 
 
-def _unknown(name: str, topics: Iterable[str]) -> UnknownTopic:
+def unknown_topic(name: str, topics: Iterable[str]) -> UnknownTopic:
+    """Return the error for a topic that is not declared. It names the most similar of the declared `topics`."""
     nearest = difflib.get_close_matches(name, list(topics), n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return UnknownTopic(

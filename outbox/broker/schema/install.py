@@ -223,6 +223,27 @@ def change_tables(
         attempt += 1
 
 
+def give_rights(
+    run: Executor, statements: Sequence[str], *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS
+) -> None:
+    """Execute the statements of `grants.plan` in one transaction; comments among them are left out.
+
+    Raises psycopg.Error if the connected role may not execute them, and SchemaError as `change_tables` does.
+    """
+
+    def change() -> None:
+        for statement in statements:
+            if not statement.startswith("--"):
+                run.connection.execute(statement.encode())
+
+    change_tables(
+        run,
+        lambda: Planned(grants.tables_to_own(run), change),
+        what="given to their new owner",
+        patience_seconds=patience_seconds,
+    )
+
+
 def _wait_seconds(attempt: int) -> float:
     if attempt < _ATTEMPTS_WITHOUT_WAIT:
         return 0.0

@@ -21,7 +21,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Logins, MissingRight, Role, role_name
-from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS, Planned, change_tables, check_schema
+from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS, check_schema, give_rights
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
@@ -78,20 +78,8 @@ def grant(
     """
     planned = planned_grants(settings, members)
     with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
-        run = Executor(connection, settings.schema)
         [of_broker, *of_applications] = planned
-
-        def change() -> None:
-            for statement in of_broker.statements:
-                if not statement.startswith("--"):
-                    connection.execute(statement.encode())
-
-        change_tables(
-            run,
-            lambda: Planned(grants.tables_to_own(run), change),
-            what="given to their new owner",
-            patience_seconds=patience_seconds,
-        )
+        give_rights(Executor(connection, settings.schema), of_broker.statements, patience_seconds=patience_seconds)
     for one in of_applications:
         _execute(connections[one.alias], one.statements)
     return planned

@@ -17,6 +17,7 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
+from outbox.arguments import wait_of, with_timeout
 from outbox.contrib.django.database.transactions import statement_text, watch_of
 from outbox.contrib.django.ledger.check_functions import Lookup, register_lookup
 from outbox.contrib.django.publishing.ends import (
@@ -32,8 +33,6 @@ from outbox.contrib.django.publishing.publish import (
     check_option,
     messages_of,
     publish_bound,
-    wait_of,
-    with_timeout,
 )
 from outbox.contrib.django.subscribers.callables import (
     has_a_name,

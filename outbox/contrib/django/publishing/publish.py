@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
 from uuid import UUID
 
@@ -30,6 +30,7 @@ from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
 from outbox import tracing
+from outbox.arguments import key_text, unreadable, wait_of, with_timeout
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.log.commit_log import append_placed
@@ -64,12 +65,11 @@ from outbox.errors import (
 )
 from outbox.hooks import Draft, Option
 from outbox.message import Message, MessageWithOptions, SendReceipt
-from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.transaction import HalfTransaction, ProducerEpoch
 from outbox.utils import measures
 from outbox.utils.faults import point
 from outbox.utils.ids import uuid7
-from outbox.utils.safe_text import shown_text, shown_value
+from outbox.utils.safe_text import shown_value
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -621,7 +621,7 @@ def build(
         except (OutboxError, DatabaseError):
             raise
         except Exception as error:
-            raise _unreadable(topic, error) from error
+            raise unreadable(topic, error) from error
         for step in current.body_steps:
             step.encode(draft)
         encoded, content_type = draft.body, draft.content_type
@@ -643,7 +643,7 @@ def build(
     except OutboxError:
         raise
     except Exception as error:
-        raise _unreadable(topic, error) from error
+        raise unreadable(topic, error) from error
     if draft is not None:
         for finish in draft.when_valid:
             finish()
@@ -657,14 +657,6 @@ def check_option(option: object, where: str) -> None:
             f"{where}: the argument {shown_value(option)} after the body is not an option of a part. Nothing was "
             "published. Pass the key, the tag and the like by name, such as key=…"
         )
-
-
-def _unreadable(topic: str, error: Exception) -> InvalidMessage:
-    """Return the error for a message one of whose values raised `error` when its text or its time was read."""
-    return InvalidMessage(
-        f"topic {topic!r}: a value of the message raised {type(error).__name__}: {shown_text(error):.200}. Nothing was "
-        "published. Pass a plain text, number, date or UUID as key, tag, header, delay and delivery time."
-    )
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
@@ -681,59 +673,6 @@ def messages_of(given: Iterable[Message], name: str) -> list[Message]:
             "published."
         )
     return found
-
-
-def key_text(key: object) -> str:
-    """Return the key as text; ints and UUIDs are converted."""
-    if isinstance(key, (int, UUID)) and not isinstance(key, bool):
-        return str(key)
-    return cast(str, key)
-
-
-def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
-    """Return the delay as a timedelta.
-
-    Raises UsageError for an invalid delay, or if the caller also passed `deliver_at`.
-    """
-    if delay is None:
-        return None
-    if deliver_at is not None:
-        raise UsageError(f"topic {topic!r}: pass delay or deliver_at, not both.")
-    if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
-        raise UsageError(f"topic {topic!r}: delay must be seconds (a number) or a timedelta, not {shown_value(delay)}.")
-    try:
-        wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
-        datetime.now(UTC) + wait
-    except (OverflowError, ValueError) as error:
-        raise UsageError(
-            f"topic {topic!r}: delay must be seconds from now that end before the year 10000, got {shown_value(delay)}."
-        ) from error
-    if wait < timedelta(0):
-        raise UsageError(f"topic {topic!r}: delay must not be negative, got {shown_value(delay)}.")
-    return wait
-
-
-def with_timeout(topic: str, headers: Mapping[str, str] | None, timeout: float | timedelta) -> dict[str, str]:
-    """Return the headers with the time limit of the message.
-
-    Raises UsageError for an invalid limit, or if the headers already have a limit.
-    """
-    if headers is not None and not isinstance(headers, Mapping):
-        raise UsageError(f"topic {topic!r}: headers must be a mapping of names to strings, got {shown_value(headers)}.")
-    if headers and TIMEOUT_HEADER in headers:
-        raise UsageError(f"topic {topic!r}: pass timeout or the header {TIMEOUT_HEADER!r}, not both.")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
-        raise UsageError(
-            f"topic {topic!r}: timeout must be seconds (a number) or a timedelta, not {shown_value(timeout)}."
-        )
-    try:
-        text = timeout_text(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
-    except (OverflowError, ValueError) as error:
-        raise UsageError(
-            f"topic {topic!r}: timeout must be longer than 0 and at most 999,999,999 seconds, got "
-            f"{shown_value(timeout)}. To publish a message without a time limit, leave timeout out."
-        ) from error
-    return {**(headers or {}), TIMEOUT_HEADER: text}
 
 
 # -- refusals --------------------------------------------------------------------------------------
