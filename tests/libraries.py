@@ -12,6 +12,7 @@ from typing import Final
 
 # The import name of the library, and the files and folders below tests/.
 NEEDED_BY: Final = {
+    "asyncpg": ("sqlalchemy",),
     "confluent_kafka": ("sinks/test_kafka.py",),
     "grpc": ("rocketmq", "django/test_engines.py", "django/test_relay.py"),
     "moto": ("django/test_large_bodies_s3.py",),

@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
     "outbox/contrib/unique": {"outbox", "django"},
     "outbox/contrib/large_bodies": {"outbox", "django", "psycopg"},
+    "outbox/contrib/sqlalchemy": {"outbox", "psycopg", "sqlalchemy"},
     "outbox/contrib/encryption": {"outbox", "django", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "django", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
@@ -68,6 +69,7 @@ UPWARD = {
     "outbox/rocketmq": ("outbox.broker", "outbox.contrib"),
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/forwarding/sinks": ("outbox.broker", "outbox.contrib.django"),
+    "outbox/contrib/sqlalchemy": ("outbox.contrib.django",),
     "outbox/contrib/receiving/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.forwarding.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.

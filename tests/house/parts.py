@@ -173,6 +173,12 @@ PARTS: Final = (
         ),
     ),
     Part(
+        "sqlalchemy",
+        r"sqlalchemy",
+        ("contrib/sqlalchemy/",),
+        tests=("sqlalchemy/",),
+    ),
+    Part(
         "tasks",
         r"contrib\.tasks\b|TaskEntry|outbox_task",
         ("contrib/tasks/",),

@@ -1,0 +1,1 @@
+"""The part for SQLAlchemy, with each driver of PostgreSQL that it is tested with."""
