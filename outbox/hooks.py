@@ -84,6 +84,20 @@ def add_result_report(option: type, kind: str) -> None:
     result_reports[option] = kind
 
 
+# The class of an option of subscriptions -> the dotted path of the function that wraps their handlers.
+handler_wrappers: Final[dict[type, str]] = {}
+
+
+def add_handler_wrapper(option: type, wrap: str) -> None:
+    """Let a part wrap the handler of each subscription that has an option of this class.
+
+    The function at the dotted path `wrap`, `(option, subscription, handler) -> handler`, is called when a process
+    begins to consume. What it returns is called in place of the handler and its middleware, in the transaction of the
+    message and after its inbox row is written. An error of it is an error of the handler.
+    """
+    handler_wrappers[option] = wrap
+
+
 class SubscriptionRows(NamedTuple):
     """The dotted paths of the functions of a part that has rows about subscriptions in the broker's database."""
 

@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/reconciliation": {"outbox", "django", "psycopg"},
     "outbox/contrib/erasure": {"outbox", "django"},
     "outbox/contrib/events": {"outbox", "django"},
+    "outbox/contrib/blocked_keys": {"outbox", "django", "psycopg"},
     "outbox/contrib/limits": {"outbox", "django", "psycopg"},
     "outbox/contrib/rocketmq": {"outbox", "django"},
     "outbox/contrib/saga": {"outbox", "django"},

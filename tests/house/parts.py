@@ -33,6 +33,14 @@ class Part(NamedTuple):
 # fixtures for pytest) are made of it, every project uses them, and without it none of them would be left.
 PARTS: Final = (
     Part(
+        "blocked keys",
+        r"blocked_keys\b|blocking_message|blockkey|keyblocked|follow_dead_letter",
+        ("contrib/blocked_keys/",),
+        tests=(
+            *("django/cases_of_blocked_keys.py", "django/faults_of_blocked_keys.py", "django/test_blocked_keys.py"),
+        ),
+    ),
+    Part(
         "console",
         r"contrib[./]console\b|outbox[_/]console",
         ("contrib/console/",),

@@ -40,6 +40,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
+    "outbox_group unblock": "options= is refused on RocketMQ, so no key is blocked.",
     "outbox_install": "",
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
     "outbox_message list": "",

@@ -24,6 +24,7 @@ from typing import Any
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import MiddlewareNotUsed
 
+from outbox import hooks
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.contrib.django.subscribers.callables import (
     is_asynchronous,
@@ -33,6 +34,7 @@ from outbox.contrib.django.subscribers.callables import (
 )
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
+from outbox.subscription import Subscription
 from outbox.utils.safe_text import error_line, shown_text
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,14 @@ def with_middleware(handler: AnyHandler) -> AnyHandler:
     for place, path in reversed(list(enumerate(paths))):
         made = _around(made, f"OUTBOX['HANDLER_MIDDLEWARE'][{place}]", path)
     return made  # type: ignore[no-any-return]
+
+
+def with_options(subscription: Subscription, handler: AnyHandler) -> AnyHandler:
+    """Return the handler inside the wrappers of the subscription's options (`hooks.add_handler_wrapper`)."""
+    for option in subscription.options:
+        if (path := hooks.handler_wrappers.get(type(option))) is not None:
+            handler = hooks.resolved(path)(option, subscription, handler)
+    return handler
 
 
 def _around(handle: Callable[[Any], Any], where: str, path: str) -> Callable[[Any], Any]:

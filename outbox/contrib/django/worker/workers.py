@@ -20,7 +20,7 @@ from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
-from outbox.contrib.django.subscribers.middleware import with_middleware
+from outbox.contrib.django.subscribers.middleware import with_middleware, with_options
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
@@ -69,7 +69,7 @@ def _consumers(groups: Sequence[str], wrap: Callable[[AnyHandler], AnyHandler] |
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
     warn_of_new_groups([subscription.group for subscription, _ in wanted])
-    wrapped = [(subscription, with_middleware(handler)) for subscription, handler in wanted]
+    wrapped = [(subscription, with_options(subscription, with_middleware(handler))) for subscription, handler in wanted]
     chosen = [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wrapped]
     return get_engine().consumers(chosen, leads=leads)
 

@@ -1,0 +1,93 @@
+"""Which keys are blocked, by which message, and how many messages wait for it.
+
+The trigger `follow_dead_letter` of the schema adds the rows, in the transaction of each dead letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.subscription import Subscription
+
+# The first message of the key of a message. If there is one, also whether this message does not wait yet, although
+# `limit` others block their keys or wait.
+_FIRST: Final = Statement("""
+SELECT first.message_id, (
+    SELECT count(*) = %(limit)s AND NOT bool_or(is_own) FROM (
+        SELECT message_id = %(message_id)s AS is_own FROM {schema}.blocking_message b
+        WHERE b.group_id = first.group_id AND b.topic_id = first.topic_id
+        ORDER BY message_id <> %(message_id)s LIMIT %(limit)s
+    ) AS few
+)
+FROM {schema}.blocking_message first
+WHERE group_id = (SELECT group_id FROM {schema}.consumer_group WHERE name = %(group)s)
+  AND topic_id = (SELECT topic_id FROM {schema}.topic WHERE name = %(topic)s) AND key = %(key)s
+ORDER BY place LIMIT 1
+""")
+_LIST: Final = Statement("""
+SELECT g.name AS "group", t.name AS topic, b.key, (array_agg(b.message_id ORDER BY b.place))[1] AS message_id,
+       count(*) FILTER (WHERE b.state = 'waiting') AS waiting,
+       extract(epoch FROM clock_timestamp() - min(b.since))::double precision AS blocked_seconds
+FROM {schema}.blocking_message b
+JOIN {schema}.consumer_group g USING (group_id)
+JOIN {schema}.topic t USING (topic_id)
+WHERE (%(group)s::text IS NULL OR g.name = %(group)s) AND (%(topic)s::text IS NULL OR t.name = %(topic)s)
+  AND (%(key)s::text IS NULL OR b.key = %(key)s)
+GROUP BY g.name, t.name, b.key
+HAVING bool_or(b.state = 'waiting')
+ORDER BY min(b.since)
+LIMIT 1000
+""")
+_UNBLOCK: Final = Statement("""
+DELETE FROM {schema}.blocking_message b
+USING {schema}.consumer_group g, {schema}.topic t
+WHERE b.group_id = g.group_id AND b.topic_id = t.topic_id AND g.name = %(group)s AND t.name = %(topic)s
+  AND b.key = %(key)s AND b.state <> 'waiting'
+""")
+_REPLACE: Final = Statement("""
+UPDATE {schema}.blocking_message SET key = %(replacement)s::text
+WHERE topic_id = %(topic_id)s AND log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL
+  AND NOT starts_with(key, 'erased:')
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedKey:
+    """A key whose messages wait. `message_id`: the message that blocks it. `waiting`: how many messages wait."""
+
+    group: str
+    topic: str
+    key: str
+    message_id: UUID
+    waiting: int
+    blocked_seconds: float
+
+
+def first_of_key(
+    run: Executor, subscription: Subscription, key: str, message_id: UUID, limit: int
+) -> tuple[UUID | None, bool]:
+    """Return the message that blocks the key of a message, or None, and whether there is no room to wait for it."""
+    values = {"group": subscription.group, "topic": subscription.topic, "key": key}
+    return run.row(_FIRST, {**values, "message_id": message_id, "limit": limit}) or (None, False)
+
+
+def list_blocked_keys(
+    run: Executor, group: str | None = None, topic: str | None = None, key: str | None = None
+) -> Sequence[BlockedKey]:
+    """Return at most a thousand keys whose messages wait, the longest blocked first."""
+    return run.objects(BlockedKey, _LIST, {"group": group, "topic": topic, "key": key})
+
+
+def unblock(run: Executor, group: str, topic: str, key: str) -> None:
+    """Let the waiting messages of a key pass the dead letters that block it. They stay dead letters."""
+    run.execute(_UNBLOCK, {"group": group, "topic": topic, "key": key})
+
+
+def replace_keys(run: Executor, values: Mapping[str, Any]) -> int:
+    """Replace the keys of a person's messages, as in the log. Return their number; they keep their order."""
+    return run.count(_REPLACE, values)

@@ -1,0 +1,330 @@
+"""Dead letters that block their keys: order, effects and conservation, also through kills; the limit; refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+
+from outbox import Delivery, Mode, OnError, RetryPolicy
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.audit import count_messages
+from outbox.contrib.blocked_keys import BlockKey
+from outbox.contrib.blocked_keys.releasing import run_once
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.worker.drain import drain, drain_after_others
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.errors import ConfigurationError, InvalidSubscription, PermanentError
+from outbox.subscription import Subscription
+from outbox.utils import faults
+from tests.django.shop.models import Effect, Order
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+GROUP = "ledger"
+
+
+class TooEarly(Exception):
+    """Another system is not ready."""
+
+
+def subscribe(mode: Mode = Mode.KEY_ORDERED, *, limit: int | None = 1000, **options: Any) -> None:
+    """A handler that fails for good for each number with an order of status `broken`, and for a while if `early`."""
+
+    blocking = [] if limit is None else [BlockKey(limit=limit)]
+
+    @subscriber("steps", group=GROUP, mode=mode, options=blocking, start="earliest", **options)
+    def book(delivery: Delivery) -> None:
+        status = Order.objects.filter(number=delivery.tag).values_list("status", flat=True).first()
+        if status == "broken":
+            raise PermanentError(f"{delivery.tag} is broken")
+        if status == "early":
+            raise TooEarly(delivery.tag)
+        Effect.objects.create(number=delivery.tag)
+
+
+def send(*names: str, broken: str = "") -> None:
+    """Publish a message each: the key is the first letter of its name."""
+    if broken:
+        Order.objects.create(number=broken, status="broken")
+    for name in names:
+        publish("steps", {}, key=name[0], tag=name, at_once=True)
+
+
+def mend() -> None:
+    Order.objects.all().delete()
+
+
+def step() -> int:
+    """One step of the leader."""
+    with broker_connection() as (connection, schema):
+        return run_once(Executor(connection, schema))
+
+
+def work(consume: Callable[[], object] = drain) -> None:
+    """Consume and release until nothing moves."""
+    consume()
+    while step():
+        consume()
+
+
+def effects(key: str) -> list[str]:
+    """The names of the handled messages of a key, in the order of their transactions."""
+    return [name for name in Effect.objects.order_by("pk").values_list("number", flat=True) if name[0] == key]
+
+
+def letters() -> list[tuple[str, str]]:
+    """The names of the open dead letters of the group, with the types of their errors."""
+    with broker_connection() as (connection, schema):
+        connection.execute("SELECT set_config('search_path', %s, false)", [schema])
+        return connection.execute(
+            "SELECT l.tag, split_part(d.error, ':', 1) FROM dead_letter d JOIN commit_log l USING (log_id)"
+            " JOIN consumer_group USING (group_id) WHERE name = %s AND replayed_at IS NULL ORDER BY l.log_id",
+            [GROUP],
+        ).fetchall()
+
+
+def settle(verb: str, *selection: str) -> None:
+    call_command("outbox_dead_letter", verb, GROUP, *selection, no_input=True, stdout=StringIO())
+
+
+def differences() -> list[str]:
+    with broker_connection() as (connection, schema):
+        return count_messages(Executor(connection, schema)).differences()
+
+
+@pytest.mark.parametrize("mode", [Mode.KEY_ORDERED, Mode.ORDERLY])
+def test_later_messages_of_the_key_wait_and_then_follow_in_order(path: str, mode: Mode) -> None:
+    subscribe(mode)
+    send("a1", "b1", "a2", "a3", "b2", broken="a1")
+    work()
+    assert (effects("a"), effects("b")) == ([], ["b1", "b2"])
+    assert letters() == [("a1", "PermanentError"), ("a2", "KeyBlocked"), ("a3", "KeyBlocked")]
+    send("a4")
+    work()
+    assert [name for name, _ in letters()] == ["a1", "a2", "a3", "a4"]
+    assert differences() == []
+    mend()
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    assert effects("a") == ["a1", "a2", "a3", "a4"]
+    assert letters() == []
+    send("a5")
+    drain()
+    assert effects("a")[-1] == "a5"
+    assert step() == 0
+    assert differences() == []
+
+
+@pytest.mark.usefixtures("databases")
+def test_control_without_the_option_later_messages_pass() -> None:
+    subscribe(limit=None)
+    send("a1", "a2", broken="a1")
+    work()
+    assert (effects("a"), letters()) == (["a2"], [("a1", "PermanentError")])
+
+
+@pytest.mark.usefixtures("databases")
+def test_however_an_operator_settles_them_the_order_is_kept() -> None:
+    subscribe()
+    send("a1", "a2", "a3", "b1", "b2", "b3", "c1", "c2", "c3", broken="a1")
+    Order.objects.create(number="b1", status="broken")
+    Order.objects.create(number="c1", status="broken")
+    work()
+    mend()
+    # All at once, also those that wait; the last one first; the first one discarded.
+    settle("replay", "--key", "a")
+    work()
+    assert effects("a") == ["a1", "a2", "a3"]
+    with broker_connection() as (connection, _):
+        [last] = connection.execute("SELECT message_id FROM outbox.commit_log WHERE tag = 'b3'").fetchone() or [None]
+    settle("replay", str(last))
+    work()
+    assert effects("b") == []
+    settle("replay", "--key", "b", "--error-type", "PermanentError")
+    work()
+    assert effects("b") == ["b1", "b2", "b3"]
+    settle("discard", "--key", "c", "--error-type", "PermanentError")
+    work()
+    assert effects("c") == ["c2", "c3"]
+    assert letters() == []
+    assert differences() == []
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_waiting_message_that_fails_blocks_the_key_in_turn() -> None:
+    subscribe()
+    send("a1", "a2", "a3", broken="a1")
+    work()
+    mend()
+    Order.objects.create(number="a2", status="broken")
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    assert effects("a") == ["a1"]
+    assert letters() == [("a2", "PermanentError"), ("a3", "KeyBlocked")]
+    mend()
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    assert effects("a") == ["a1", "a2", "a3"]
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_replayed_message_blocks_its_key_until_it_is_handled() -> None:
+    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
+    send("a1", broken="a1")
+    work()
+    Order.objects.update(status="early")
+    settle("replay", "--all")
+    work()
+    # It has left the dead letters, and waits for its next attempt.
+    assert letters() == []
+    send("a2")
+    work()
+    assert (effects("a"), letters()) == ([], [("a2", "KeyBlocked")])
+    mend()
+    with broker_connection() as (connection, _):
+        connection.execute("UPDATE outbox.scheduled SET due_at = now()")
+    work()
+    assert effects("a") == ["a1", "a2"]
+    assert differences() == []
+
+
+@pytest.mark.usefixtures("databases")
+def test_above_the_limit_the_subscription_pauses_and_keeps_the_order() -> None:
+    subscribe(limit=2)
+    send("a1", "a2", "a3", "a4", broken="a1")
+    work()
+    assert [name for name, _ in letters()] == ["a1", "a2"]
+    mend()
+    settle("replay", "--error-type", "PermanentError")
+
+    def done() -> bool:
+        work()
+        return len(effects("a")) == 4
+
+    eventually(done, within_seconds=30, what=lambda: f"handled: {effects('a')}")
+    assert effects("a") == ["a1", "a2", "a3", "a4"]
+    assert differences() == []
+
+
+@pytest.mark.usefixtures("databases")
+def test_an_unblocked_key_passes_its_dead_letter() -> None:
+    subscribe()
+    send("a1", "a2", "a3", broken="a1")
+    work()
+    call_command("outbox_group", "unblock", GROUP, "steps", "a", no_input=True, stdout=StringIO())
+    work()
+    assert effects("a") == ["a2", "a3"]
+    assert letters() == [("a1", "PermanentError")]
+    send("a4")
+    work()
+    mend()
+    settle("replay", "--all")
+    work()
+    assert effects("a") == ["a2", "a3", "a4", "a1"]
+
+
+@pytest.mark.usefixtures("databases")
+def test_what_a_subscription_cannot_keep_is_refused() -> None:
+    class Own(Exception):
+        pass
+
+    for options, complaint in (
+        ({"mode": Mode.CONCURRENT}, "keeps an order"),
+        ({"batch": 5}, "batch=1"),
+        ({"broadcast": True}, "no dead letters"),
+        ({"on_error": {Own: OnError.RETRY_LATER}}, "retry_later"),
+        ({"on_error": {PermanentError: OnError.RETRY}}, "must become a dead letter"),
+    ):
+        given: dict[str, Any] = {"topic": "steps", "group": GROUP, "mode": Mode.KEY_ORDERED, **options}
+        with pytest.raises(InvalidSubscription, match=complaint):
+            Subscription(options=[BlockKey()], **given)
+    with pytest.raises(ConfigurationError, match="whole number"):
+        BlockKey(limit=0)
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+WHILE_CONSUMING = ("consumer.before_send_back", "consumer.after_send_back", "consumer.before_offset")
+WHILE_RELEASING = (
+    *("blocked_keys.before_release", "blocked_keys.after_release", "consumer.before_handler"),
+    *("consumer.before_inbox_commit", "consumer.after_inbox_commit", "consumer.after_offset"),
+)
+
+
+def killed_at(point: str) -> bool:
+    """Whether a process that consumes and releases was killed at the first visit of a point."""
+    # The child opens sessions of its own.
+    reset_broker()
+    connections.close_all()
+    child = os.fork()
+    if child == 0:
+        try:
+            faults.arm(f"{point}=kill")
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def survives(points: tuple[str, ...], outbox_settings: Callable[..., None]) -> None:
+    """Kill a process at each point, and let another one continue: order, effects and counts are as without the kill."""
+    outbox_settings(LEASE_SECONDS=1)
+    subscribe()
+    for key, point in zip("abcdefghijk", points, strict=False):
+        names = [f"{key}{number}" for number in range(1, 5)]
+        send(*names, broken=names[0])
+        if point in WHILE_CONSUMING:
+            assert killed_at(point), point
+        work(drain_after_others)
+        assert effects(key) == [], point
+        assert [name for name, _ in letters()] == names, point
+        mend()
+        settle("replay", "--error-type", "PermanentError")
+        if point in WHILE_RELEASING:
+            assert killed_at(point), point
+        work(drain_after_others)
+        assert effects(key) == names, point
+        assert letters() == [], point
+        assert differences() == [], point
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_kill_keeps_order_effects_and_counts(outbox_settings: Callable[..., None]) -> None:
+    survives(("consumer.after_send_back", "blocked_keys.after_release"), outbox_settings)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("databases")
+@pytest.mark.timeout(180)
+def test_a_kill_at_any_step_keeps_order_effects_and_counts(outbox_settings: Callable[..., None]) -> None:
+    survives((*WHILE_CONSUMING, *WHILE_RELEASING), outbox_settings)
+
+
+@pytest.mark.usefixtures("databases")
+def test_the_leader_releases_in_a_running_worker() -> None:
+    """The leader of a consumer process does the steps by itself."""
+    subscribe()
+    send("a1", "a2", "a3", broken="a1")
+    stop = threading.Event()
+    thread = threading.Thread(target=consumer_runtime(leads=True).run, args=[stop])
+    thread.start()
+    try:
+        eventually(lambda: len(letters()) == 3, within_seconds=30, what="the dead letters")
+        mend()
+        settle("replay", "--error-type", "PermanentError")
+        eventually(lambda: effects("a") == ["a1", "a2", "a3"], within_seconds=30, what="the effects")
+    finally:
+        stop.set()
+        thread.join(20)
