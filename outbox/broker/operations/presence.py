@@ -69,20 +69,6 @@ def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[
     return {place - 1 for (place,) in run.rows(_DELIVERABLE, values)}
 
 
-_STORED_BETWEEN = Statement("""
-SELECT message_id FROM {schema}.commit_log
-WHERE message_id >= %(first)s::uuid AND message_id < %(stop)s::uuid ORDER BY message_id LIMIT %(limit)s
-""")
-
-
-def stored_between(run: Executor, first: UUID, stop: UUID, limit: int) -> list[UUID]:
-    """Return the ids of messages in the log from `first` up to `stop` (exclusive), at most `limit` ids.
-
-    A message that is not in the list, and is not stored later, cannot be delivered again (see `deliverable`).
-    """
-    return [found for (found,) in run.rows(_STORED_BETWEEN, {"first": first, "stop": stop, "limit": limit})]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # How far the services have pruned their ledgers and inboxes, which are in databases that the broker cannot read.
 
