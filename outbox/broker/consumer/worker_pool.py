@@ -138,8 +138,13 @@ class HandlerThreads:
             first = next(filter(self._admits, self.waiting), None)
             if first is None:
                 return
-            # If no further thread can be started, this raises an error, and the call still waits.
-            thread = self._idle.pop() if self._idle else self._start()
+            try:
+                thread = self._idle.pop() if self._idle else self._start()
+            except RuntimeError:
+                # The system refuses a further thread. The call waits for one that exists, if there is any.
+                if not self._alive:
+                    raise
+                return
             thread.task = (first, self._begin(first))
             thread.woken.release()
 

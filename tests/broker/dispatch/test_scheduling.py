@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
 from outbox.subscription import Subscription
 from tests.support import eventually
@@ -97,4 +99,25 @@ def test_each_call_runs_once_whatever_changes_meanwhile() -> None:
     assert all(process.most[pool] <= limit for pool, limit in zip(process.pools, (3, 2, 4), strict=True))
     eventually(lambda: [(pool.serving, len(pool.calls)) for pool in process.pools] == [(0, 0)] * 3)
     assert not process.threads.waiting
+    process.threads.stop(within_seconds=5)
+
+
+def test_a_call_waits_for_a_thread_if_the_system_refuses_a_further_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(3, 3, most=4)
+    first, second = process.pools
+    held = process.submit(first, 0)
+    eventually(lambda: process.began == [0])
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    later = [process.submit(pool, number) for number, pool in enumerate((first, second), start=1)]
+    assert process.began == [0]
+    for number, call in enumerate((held, *later), start=1):
+        call.release.set()
+        eventually(lambda number=number: len(process.began) == min(number + 1, 3))  # type: ignore[misc]
+    eventually(lambda: first.running == second.running == 0)
+    assert sorted(process.began) == [0, 1, 2]
+    monkeypatch.undo()
     process.threads.stop(within_seconds=5)
