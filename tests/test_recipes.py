@@ -28,7 +28,7 @@ from tests.test_conformance import functions
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = ["a column to the log", "a condition", "an operator action", "a sink", "a setting", "an engine"]
-RECIPES += ["a subscriber option"]
+RECIPES += ["a subscriber option", "a column to a listing", "a part"]
 
 # It has the methods of the port of consuming, but receives foreign messages.
 BESIDE = {"Receiver"}

@@ -1,7 +1,6 @@
-"""The parts of the package, and every line of the core that still names one.
+"""The parts of the package, and what in the core would name one.
 
-The core is what every message needs. A part serves some projects and can be taken out. So the core names no part; the
-lines that still do are counted in allowed.txt, whose numbers only fall. `python -m tests.house.parts` lowers them, and
+The core is what every message needs. A part serves some projects and can be taken out, so the core names no part.
 `python -m tests.house.parts saga` prints where the tests of a part are.
 """
 
@@ -9,12 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
-ALLOWED: Final = Path(__file__).parent / "allowed.txt"
 _KINDS: Final = {".py", ".sql", ".html", ".txt"}
 
 
@@ -232,9 +230,9 @@ def owner(path: str) -> str | None:
     return max(owners)[1] if owners else None
 
 
-def mentions(given: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def mentions(given: Iterable[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
     """(part, file of the core) -> the lines of this file that name the part; of these files with their texts."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for path, text in given:
         if owner(path) is not None:
             continue
@@ -243,25 +241,8 @@ def mentions(given: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
         for part in PARTS:
             words = re.compile(part.words.lower())
             if words.search(lower):
-                found[part.name, path] = sum(words.search(line) is not None for line in lower.splitlines())
+                found[part.name, path] = [line for line in lower.splitlines() if words.search(line)]
     return found
-
-
-def allowed(text: str | None = None) -> dict[tuple[str, str], int]:
-    """What allowed.txt says: a line each, `number  part: file`."""
-    given = ALLOWED.read_text(encoding="utf-8") if text is None else text
-    result: dict[tuple[str, str], int] = {}
-    for line in given.splitlines():
-        count, _, rest = line.strip().partition("  ")
-        part, _, path = rest.partition(": ")
-        result[part, path] = int(count)
-    return result
-
-
-def lowered(now: Mapping[tuple[str, str], int], before: Mapping[tuple[str, str], int]) -> str:
-    """The text of allowed.txt with the numbers of now where they are lower, and nothing new."""
-    lines = [f"{min(now[one], before[one])}  {one[0]}: {one[1]}" for one in sorted(before) if one in now]
-    return "".join(f"{line}\n" for line in lines)
 
 
 def tests_of(name: str) -> list[str]:
@@ -273,7 +254,4 @@ def tests_of(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(*tests_of(sys.argv[1]))
-    else:
-        ALLOWED.write_text(lowered(mentions(texts()), allowed()), encoding="utf-8")
+    print(*tests_of(sys.argv[1]))

@@ -1,11 +1,9 @@
 """Proves that the package works without some of its parts, in a copy of the tree without their folders and tests.
 
-    python -m tests.house.removal saga                imports, Django's checks, the quick start and mypy
-    python -m tests.house.removal saga tasks --suite  and the core's suite, in a copy without both
-    python -m tests.house.removal --all               a copy for each part that can be taken out
-    python -m tests.house.removal --turn --suite      a copy without two parts, others after each commit
-
-A part can be taken out once allowed.txt has no line of the core that names it (tests/house/parts.py).
+python -m tests.house.removal saga                imports, Django's checks, the quick start and mypy
+python -m tests.house.removal saga tasks --suite  and the core's suite, in a copy without both
+python -m tests.house.removal --all               a copy for each part that can be taken out
+python -m tests.house.removal --turn --suite      a copy without two parts, others after each commit
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.broker.embedded import URL_VARIABLE
-from tests.house.parts import PARTS, ROOT, Part, allowed, owner
+from tests.house.parts import PARTS, ROOT, Part, owner
 
 # The folders below tests/ about what the core does, beside some tests of parts. The others are about the documents and
 # the tree as a whole, or about the sample project, which uses parts.
@@ -59,12 +57,6 @@ _SETTINGS: Final = 'django_settings_module = "sample_project.settings"'
 
 class NotRemovable(Exception):
     """The rest does not work without these parts."""
-
-
-def removable() -> list[Part]:
-    """The parts that the core does not name."""
-    named = {part for part, _ in allowed()}
-    return [part for part in PARTS if part.name not in named]
 
 
 def in_turn(parts: Sequence[Part], turn: int) -> list[Part]:
@@ -216,9 +208,9 @@ def main() -> None:
     given = parser.parse_args()
     sets = [[part for part in PARTS if part.name in given.parts]] if given.parts else []
     if given.all:
-        sets += [[part] for part in removable()]
+        sets += [[part] for part in PARTS]
     if given.turn:
-        sets.append(in_turn(removable(), int(_git("rev-list", "--count", "HEAD"))))
+        sets.append(in_turn(PARTS, int(_git("rev-list", "--count", "HEAD"))))
     try:
         for parts in sets:
             prove(parts, suite=given.suite, workers=given.workers)

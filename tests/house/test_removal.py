@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.house.parts import PARTS
-from tests.house.removal import Copy, NotRemovable, in_turn, removable, said_uses, users
+from tests.house.removal import Copy, NotRemovable, in_turn, said_uses, users
 from tests.test_layers import MODULES, import_graph
 
 LEADING = "outbox/broker/leading.py"
@@ -21,7 +21,7 @@ LEDGER = "outbox/contrib/django/ledger/ledger.py"
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """A copy without any part that can be taken out."""
-    return Copy(tmp_path_factory.mktemp("core"), removable())
+    return Copy(tmp_path_factory.mktemp("core"), PARTS)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def planted(core: Copy) -> Iterator[Mapping[str, str]]:
 
 
 def test_nothing_uses_a_part_that_can_be_taken_out_without_saying_so() -> None:
-    names = {part.name for part in removable()}
+    names = {part.name for part in PARTS}
     # Spark imports the declarations of events only if its rules name modules with them.
     graph = {module: targets for module, targets in import_graph(MODULES).items() if module != "spark.rules.events"}
     for used, by in users(graph).items():
@@ -54,7 +54,7 @@ def test_control_a_use_is_found() -> None:
 
 
 def test_the_core_alone_is_imported_and_its_quick_start_works(core: Copy) -> None:
-    for part in removable():
+    for part in PARTS:
         assert not any((core.folder / "outbox" / path).exists() for path in part.paths)
         assert not any((core.folder / "tests" / path).exists() for path in part.tests)
     core.check_imports()

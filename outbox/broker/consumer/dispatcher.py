@@ -111,7 +111,7 @@ def _by_queue(
 
 
 class FetchAhead:
-    """The fetch that a leading consumer process sends in the round trip of its tick (round_trip.AfterTick).
+    """The fetch that a leading consumer process sends in the round trip of its tick.
 
     When the process sends this fetch, it does not know yet which queues the tick will append to. So the fetch reads all
     queues that have room. If the process owns many queues, this class sends nothing.
@@ -181,7 +181,6 @@ class Prefetcher:
         self.ahead: Final = FetchAhead(self._fetcher, owned)
         # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
-        # Messages from a retry queue that were published to topics without a subscription in this process.
 
     def mark_grown(self, grown: Collection[int] | None) -> None:
         """Note that the queues with these ids have grown. None means that any queue may have grown."""
@@ -365,7 +364,7 @@ class Dispatcher:
         # The fetch for a tick of this process. The rows are used in the next `step`.
         self.fetch_ahead: Final = self._prefetcher.ahead
 
-    # -- questions of the loop ---------------------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------------------
 
     def step(self, run: Executor, grown: Collection[int] | None) -> None:
         """Do all work that is possible now. `grown` has the ids of queues that have grown; None means any queue."""
