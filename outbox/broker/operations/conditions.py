@@ -145,7 +145,7 @@ class DeclaredCondition(Generic[State]):
 
     `subject`: the names of the facts that say what the condition is about, besides SUBJECT. Other facts are measured
     values, which differ from look to look, or single messages, which are too many: each change of a subject is reported
-    once (signal `condition_changed`, timeline).
+    once (signal `condition_changed`).
 
     `excuses`: conditions of which this one is the whole cause, so they leave out the groups that it names.
 
