@@ -54,7 +54,7 @@ _INSTALL: Final = "`python -m outbox.contrib.sqlalchemy install URL`"
 _ERRORS: Final[Mapping[str, tuple[type[OutboxError], str]]] = {
     "42704": (errors.UnknownTopic, f"Declare it: {_INSTALL} --topic NAME, or OUTBOX['TOPICS'] of a Django project"),
     "22023": (InvalidMessage, "Correct the message, or the declaration of the topic"),
-    "53400": (errors.TopicOverLimit, "Try again later (docs/operations/sizing.md)"),
+    "53400": (errors.TopicOverLimit, "Try again later (docs/operations/sizing.md#limits-of-the-backlog)"),
     "55000": (errors.TransactionalMessagesRejected, "Try again once the operator has switched them on"),
     **dict.fromkeys(
         ("3F000", "42P01", "42883"),
