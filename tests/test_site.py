@@ -50,7 +50,7 @@ def test_every_page_is_on_the_site_and_can_be_searched(site: Path) -> None:
 def test_the_reference_has_what_the_code_has(site: Path) -> None:
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
     named = {
-        "commands": [path.stem for path in command_files()],
+        "python#commands": [path.stem for path in command_files()],
         "conditions": list(catalogue()),
         "python#errors": [kind.__name__ for kind in classes],
         "conditions#metrics": [

@@ -157,7 +157,7 @@ def test_transactions(page: Page) -> None:
 
 
 def test_handlers(page: Page) -> None:
-    page.run("handlers.md")
+    page.run("handlers.md", before="When a handler fails")
     publish("order.paid", {"order_id": 3}, at_once=True)
     publish("points.earned", {"points": 4}, at_once=True)
     drain()
@@ -179,7 +179,7 @@ def test_large_bodies(page: Page, tmp_path: Path) -> None:
 def test_failures(page: Page) -> None:
     for body in ({"points": 1}, {"points": -1}, {"points": 2000}, {}):
         publish("points.earned", body, at_once=True)
-    page.run("failures.md")
+    page.run("handlers.md", after="When a handler fails")
     assert models.Points.objects.count() == 1
 
 
