@@ -1,4 +1,5 @@
-"""`publish` stores a message in the open transaction of a session, by the SQL function `publish_bytes`.
+"""`publish` stores a message in the open transaction of a session, by the SQL function `publish_bytes`
+(docs/publishing.md#publish-from-sql).
 
 The function is the broker's interface for every client of PostgreSQL. It checks the message, locks the key on FIFO
 topics before the position in the log is drawn, and stores message and decision. So the drivers of SQLAlchemy, sync or
