@@ -17,6 +17,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "decisions")
 # Ten minutes of reading. Tables and code are looked up.
 WORDS = 2000
+# The pages for users: all but those of maintainers and the decisions. A reader must find the page and finish it.
+SITE = [path for path in PAGES if path.relative_to(DOCS).parts[0] != "maintainers"]
+SITE_PAGES = 45
+SITE_WORDS = 60_000
 
 
 def words(text: str) -> int:
@@ -27,6 +31,19 @@ def words(text: str) -> int:
 def test_a_page_is_read_in_ten_minutes() -> None:
     long = [page.relative_to(DOCS).as_posix() for page in PAGES if words(page.read_text(encoding="utf-8")) > WORDS]
     assert long == [], "split the page by task"
+
+
+def test_the_site_stays_small() -> None:
+    assert len(SITE) <= SITE_PAGES, (
+        f"docs/ has {len(SITE)} pages for users, and {SITE_PAGES} are allowed: make the new page a section of the page "
+        "whose task it belongs to, or merge two short pages that are read together"
+    )
+    counts = {page.relative_to(DOCS).as_posix(): len(page.read_text(encoding="utf-8").split()) for page in SITE}
+    longest = sorted(counts, key=counts.__getitem__, reverse=True)[:5]
+    assert sum(counts.values()) <= SITE_WORDS, (
+        f"the pages for users have {sum(counts.values()):,} words, and {SITE_WORDS:,} are allowed: remove what is said "
+        f"twice, or move what only maintainers need to docs/maintainers. The longest pages are {', '.join(longest)}"
+    )
 
 
 def test_the_first_pages_say_whether_the_version_is_released() -> None:
