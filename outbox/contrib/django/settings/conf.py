@@ -112,8 +112,8 @@ class TopicOptions:
         _TOPIC["on_park"],
         one_of("hold", "release"),
         word="park",
-        meaning="FIFO topics: if a message is [parked](concepts/messages.md#parked-messages), later messages of the same "
-        "key wait (`hold`) or are delivered (`release`)",
+        meaning="FIFO topics: if a message is [parked](concepts/messages.md#parked-messages), later messages of the "
+        "same key wait (`hold`) or are delivered (`release`)",
     )
     backlog_limit: int | None = setting(
         _TOPIC["backlog_limit"],
