@@ -207,6 +207,11 @@ def events() -> list[EventType]:
     return [_by_version[at] for at in sorted(_by_version)]
 
 
+def versions_of(name: str) -> list[int]:
+    """Return the versions of an event that this process declares, or turns into another version."""
+    return sorted({number for known, number in _known_versions() if known == name})
+
+
 def find_event(kind: object) -> EventType | None:
     """Return the declaration of a type; None if the type is not an event."""
     return _by_kind.get(kind) if isinstance(kind, type) else None

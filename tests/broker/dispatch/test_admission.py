@@ -91,8 +91,8 @@ def expired(run: Executor) -> None:
 @pytest.fixture(autouse=True)
 def part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hooks.admissions, After, f"{__name__}.Opening")
-    rows = hooks.SubscriptionRows(*(f"{__name__}.{name}" for name in ("registered", "deleted", "left", "expired")))
-    monkeypatch.setitem(hooks.subscription_rows, "after", rows)
+    rows = {name: f"{__name__}.{name}" for name in ("registered", "deleted", "left", "expired")}
+    monkeypatch.setitem(hooks.subscription_rows, "after", hooks.SubscriptionRows(**rows))
     called.clear()
 
 
