@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import uuid
@@ -256,6 +257,29 @@ def test_a_connection_in_autocommit_is_refused(
 
     in_session(database.conninfo, driver, work)
     assert stored(connection) == ([], [])
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_after_a_handmade_commit_no_message_is_stored_without_a_transaction(
+    driver: str, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    def work(session: Session) -> None:
+        place(session, "before")
+        session.flush()
+        session.execute(text("COMMIT"))
+        # psycopg 3 sees it, and begins a transaction; asyncpg would let the message commit by itself.
+        with (
+            contextlib.nullcontext()
+            if "psycopg" in driver
+            else pytest.raises(errors.TransactionRequired, match="by a COMMIT")
+        ):
+            publish(session, "orders", {"number": "after"})
+        session.rollback()
+        place(session, "next")
+        session.commit()
+
+    in_session(database.conninfo, driver, work)
+    assert stored(connection) == (["before", "next"], ["before", "next"])
 
 
 def test_each_kind_of_session_publishes(engine: Engine, database: BrokerDatabase, connection: BrokerConnection) -> None:

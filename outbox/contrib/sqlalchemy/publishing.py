@@ -283,3 +283,22 @@ def _check_connection(connection: Connection, message: Message) -> None:
             f"{_named(message)} was not published: the connection is in AUTOCOMMIT, so the message would be sent even "
             "if your code fails afterwards. Use a session whose engine has another isolation level."
         )
+    if _is_idle(connection):
+        # The drivers send BEGIN with the first statement of a transaction.
+        connection.exec_driver_sql("SELECT 1")
+        if _is_idle(connection):
+            raise TransactionRequired(
+                f"{_named(message)} was not published: the session's transaction has ended in the database, by a "
+                "COMMIT or ROLLBACK that was executed as a statement. Call session.commit() or session.rollback()."
+            )
+
+
+def _is_idle(connection: Connection) -> bool:
+    """Whether the server has told the driver that no transaction is open.
+
+    Only for drivers that do not look at this before each statement, as psycopg 3 does, and send no second BEGIN.
+    """
+    driver: Any = connection.connection.driver_connection
+    if connection.dialect.driver == "asyncpg":
+        return not driver.is_in_transaction()
+    return connection.dialect.driver == "psycopg2" and driver.info.transaction_status == 0
