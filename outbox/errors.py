@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 from uuid import UUID
 
 from outbox.utils.safe_text import shown_value
@@ -17,6 +18,9 @@ from outbox.utils.safe_text import shown_value
 
 class OutboxError(Exception):
     """Something in outbox failed."""
+
+    # Whether the missing body of an erased message may be the cause. If not, the error has its usual effect.
+    may_concern_body: ClassVar[bool] = True
 
     def __init__(self, message: str | None = None) -> None:
         super().__init__(message or inspect.getdoc(type(self)) or type(self).__name__)
@@ -158,6 +162,8 @@ class LocalTransactionRolledBack(OutboxError):
 class LeaseLost(BrokerError):
     """The lease has expired or belongs to another consumer now. The former owner's work must not be recorded."""
 
+    may_concern_body = False
+
 
 class HandlerNotStarted(OutboxError):
     """A precondition of the handler, such as its database, is not available, so no attempt was counted.
@@ -165,6 +171,8 @@ class HandlerNotStarted(OutboxError):
     An invoker returns this error for each delivery whose handler it did not call. The error's `__cause__` is the reason
     why the handler was not called.
     """
+
+    may_concern_body = False
 
 
 class NeedsNewerCode(HandlerNotStarted):
@@ -220,6 +228,7 @@ class ServiceUnavailable(HandlerError):
     pause.
     """
 
+    may_concern_body = False
     pause_seconds: float | None = None
 
     def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:

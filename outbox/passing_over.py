@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from outbox.errors import HandlerNotStarted, LeaseLost, ServiceUnavailable
 from outbox.message import Delivery
 from outbox.utils.safe_text import class_name_of
 
 logger = logging.getLogger(__name__)
 
-# After these errors the handler is called again as usual: they are not about the missing body.
-_OTHER: Final = (HandlerNotStarted, LeaseLost, ServiceUnavailable)
-
 
 def is_to_pass(deliveries: Sequence[Delivery], outcomes: Sequence[object]) -> bool:
     """Whether the handler has failed at each of these deliveries, and all of them are erased."""
-    return all(isinstance(one, Exception) and not isinstance(one, _OTHER) for one in outcomes) and all(
+    return all(isinstance(one, Exception) and getattr(one, "may_concern_body", True) for one in outcomes) and all(
         delivery.erased for delivery in deliveries
     )
 

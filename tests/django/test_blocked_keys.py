@@ -6,20 +6,22 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connections
 
 from outbox import Delivery, Mode, OnError, RetryPolicy
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.blocked_keys import BlockKey
-from outbox.contrib.blocked_keys.releasing import run_once
+from outbox.contrib.blocked_keys.blocking import first_of_key, list_blocked_keys
+from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, Releasing, run_once
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.worker.drain import drain, drain_after_others
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -232,6 +234,153 @@ def test_an_unblocked_key_passes_its_dead_letter() -> None:
     settle("replay", "--all")
     work()
     assert effects("a") == ["a2", "a3", "a4", "a1"]
+
+
+def run(command: str, *arguments: str) -> None:
+    call_command(command, *arguments, "--no-input", stdout=StringIO())
+
+
+@pytest.mark.usefixtures("databases")
+def test_erasure_changes_neither_order_nor_what_an_operator_decided() -> None:
+    subscribe()
+    send("a1", "a2", "b1", "b2", broken="a1")
+    Order.objects.create(number="b1", status="broken")
+    drain()
+    # An erased message waits like every other, and is not passed over because its handler was not called.
+    send("a3")
+    run("outbox_erase", "steps", "--key", "a", "--reason", "request 17")
+    work()
+    assert [name for name, _ in letters()] == ["a1", "a2", "b1", "b2", "a3"]
+    mend()
+    settle("replay", "--key", "a")
+    work()
+    assert effects("a") == ["a1", "a2", "a3"]
+    # The dead letter of an unblocked key blocks it no more, also if its error is erased later.
+    run("outbox_group", "unblock", GROUP, "steps", "b")
+    run("outbox_erase", "steps", "--key", "b", "--reason", "request 17")
+    send("b3")
+    work()
+    assert effects("b") == ["b2", "b3"]
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_message_that_is_being_tried_is_not_overtaken_by_unblock() -> None:
+    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
+    send("a1", "a2", broken="a1")
+    work()
+    Order.objects.update(status="early")
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    with pytest.raises(CommandError, match="is being tried"):
+        run("outbox_group", "unblock", GROUP, "steps", "a")
+    work()
+    assert (effects("a"), letters()) == ([], [("a2", "KeyBlocked")])
+
+
+@pytest.mark.usefixtures("databases")
+def test_after_a_reset_earlier_messages_of_the_key_come_first() -> None:
+    subscribe()
+    send("a0", "a1", "a2", broken="a1")
+    work()
+    assert effects("a") == ["a0"]
+    Effect.objects.all().delete()
+    run("outbox_group", "reset", GROUP, "steps", "--to-earliest", "--reprocess")
+    work()
+    assert (effects("a"), letters()) == (["a0"], [("a1", "PermanentError"), ("a2", "KeyBlocked")])
+    # If now an earlier message fails, the key waits for this one.
+    Order.objects.create(number="a0", status="broken")
+    run("outbox_group", "reset", GROUP, "steps", "--to-earliest", "--reprocess")
+    work()
+    assert [error for _, error in letters()] == ["PermanentError", "KeyBlocked", "KeyBlocked"]
+    mend()
+    Effect.objects.all().delete()
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    assert (effects("a"), letters()) == (["a0", "a1", "a2"], [])
+    assert differences() == []
+
+
+def rows_read(table: str, work: Callable[[Executor], object]) -> int:
+    """How many rows of a table of the broker a call reads."""
+    text = "SELECT seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables WHERE relname = %s"
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=True):
+        connection.execute("SET LOCAL enable_seqscan = off")
+        [before] = connection.execute(text, [table]).fetchone() or [0]
+        work(Executor(connection, schema))
+        [after] = connection.execute(text, [table]).fetchone() or [0]
+    return int(after - before)
+
+
+@pytest.mark.usefixtures("databases")
+def test_what_the_leader_and_the_calls_read_does_not_grow_with_what_they_do_not_need() -> None:
+    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
+    send("a1", "a2", broken="a1")
+    work()
+    Order.objects.update(status="early")
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    with broker_connection() as (connection, _):
+        # Dead letters of a group without the option, and a replay that is not finished.
+        connection.execute(
+            "INSERT INTO outbox.blocking_message (group_id, topic_id, key, log_id, message_id, state)"
+            " SELECT 0, topic_id, n::text, n + 1000, gen_random_uuid(), 'failed'"
+            " FROM outbox.topic, generate_series(1, 1000) n WHERE name = 'steps'"
+        )
+        connection.execute("ANALYZE outbox.blocking_message")
+    for call in (lambda run: run.one(_LOOK), list_blocked_keys, lambda run: run.rows(_NEXT)):
+        assert rows_read("blocking_message", call) < 10
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "UPDATE outbox.blocking_message SET state = 'settled', group_id = (SELECT group_id FROM"
+            " outbox.consumer_group WHERE name = %s) WHERE group_id = 0",
+            [GROUP],
+        )
+        [retry] = connection.execute(
+            "SELECT outbox.queue.queue_id FROM outbox.queue JOIN outbox.topic USING (topic_id) WHERE retry_of ="
+            " (SELECT group_id FROM outbox.consumer_group WHERE name = %s) AND number = (SELECT topic_id FROM"
+            " outbox.topic WHERE name = 'steps')",
+            [GROUP],
+        ).fetchone() or [None]
+        connection.execute(
+            "INSERT INTO outbox.consume_queue (queue_id, queue_offset, log_id, attempt)"
+            " SELECT %s, n, n + 1000, 0 FROM generate_series(1, 990) n",
+            [retry],
+        )
+    send("a3")
+    with broker_connection() as (connection, _):
+        ids = dict(connection.execute("SELECT tag, message_id FROM outbox.commit_log").fetchall())
+    asked = Subscription(topic="steps", group=GROUP, mode=Mode.KEY_ORDERED)
+    for name, answer in (("a2", (ids["a1"], False)), ("a3", (ids["a1"], True))):
+        ask = partial(first_of_key, subscription=asked, key="a", message_id=ids[name], limit=5)
+        assert rows_read("blocking_message", ask) < 20
+        with broker_connection() as (connection, schema):
+            assert ask(Executor(connection, schema)) == answer
+    assert rows_read("consume_queue", lambda run: run.execute(_FINISH)) < 2000
+    with broker_connection() as (connection, schema):
+        assert Executor(connection, schema).count(_FINISH) == 10
+        connection.execute("DELETE FROM outbox.blocking_message WHERE log_id > 1000")
+
+
+@pytest.mark.usefixtures("databases")
+def test_the_leader_looks_less_often_while_nothing_moves() -> None:
+    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
+    send("a1", broken="a1")
+    work()
+    Order.objects.update(status="early")
+    settle("replay", "--all")
+    work()
+    releasing = Releasing(broker_database())
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        releasing.look(run, 100.0)
+        assert releasing.look_at == 101.0
+        releasing._pass(lambda: False)
+        releasing.look(run, 101.0)
+        assert releasing.look_at == 103.0
+        connection.execute("DELETE FROM outbox.scheduled")
+        releasing._pass(lambda: False)
+        releasing.look(run, 103.0)
+        assert releasing.look_at == 104.0
 
 
 @pytest.mark.usefixtures("databases")

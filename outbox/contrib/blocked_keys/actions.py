@@ -27,6 +27,11 @@ def _unblock(values: Values) -> ActionPlan:
     if not found:
         raise UsageError(f"no messages of key {key!r} of topic {topic!r} wait in group {group!r}.")
     [one] = found
+    if one.state != "failed":
+        raise UsageError(
+            f"key {key!r} was not unblocked: its message {one.message_id} is being tried in group {group!r}. The "
+            "waiting messages follow it. If it fails for good, unblock the key then."
+        )
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):

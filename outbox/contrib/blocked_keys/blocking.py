@@ -14,40 +14,46 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.subscription import Subscription
 
-# The first message of the key of a message. If there is one, also whether this message does not wait yet, although
-# `limit` others block their keys or wait.
+# The first message of the key of a message, if it is before this message in the log. Then also whether this message
+# does not wait yet, although `limit` others block their keys or wait.
 _FIRST: Final = Statement("""
-SELECT first.message_id, (
-    SELECT count(*) = %(limit)s AND NOT bool_or(is_own) FROM (
-        SELECT message_id = %(message_id)s AS is_own FROM {schema}.blocking_message b
-        WHERE b.group_id = first.group_id AND b.topic_id = first.topic_id
-        ORDER BY message_id <> %(message_id)s LIMIT %(limit)s
-    ) AS few
+SELECT first.message_id, EXISTS (
+    SELECT FROM {schema}.blocking_message b
+    WHERE b.group_id = first.group_id AND b.topic_id = first.topic_id OFFSET %(limit)s - 1
+) AND NOT EXISTS (
+    SELECT FROM {schema}.blocking_message own WHERE own.group_id = first.group_id AND own.log_id = log.log_id
 )
-FROM {schema}.blocking_message first
-WHERE group_id = (SELECT group_id FROM {schema}.consumer_group WHERE name = %(group)s)
-  AND topic_id = (SELECT topic_id FROM {schema}.topic WHERE name = %(topic)s) AND key = %(key)s
-ORDER BY place LIMIT 1
+FROM (
+    SELECT group_id, topic_id, log_id, message_id FROM {schema}.blocking_message
+    WHERE group_id = (SELECT group_id FROM {schema}.consumer_group WHERE name = %(group)s)
+      AND topic_id = (SELECT topic_id FROM {schema}.topic WHERE name = %(topic)s) AND key = %(key)s
+    ORDER BY log_id LIMIT 1
+) AS first
+JOIN {schema}.commit_log log ON log.message_id = %(message_id)s AND log.log_id > first.log_id
 """)
 _LIST: Final = Statement("""
-SELECT g.name AS "group", t.name AS topic, b.key, (array_agg(b.message_id ORDER BY b.place))[1] AS message_id,
-       count(*) FILTER (WHERE b.state = 'waiting') AS waiting,
-       extract(epoch FROM clock_timestamp() - min(b.since))::double precision AS blocked_seconds
-FROM {schema}.blocking_message b
+SELECT g.name AS "group", t.name AS topic, key, first.message_id, first.state, waiting,
+       extract(epoch FROM clock_timestamp() - first.since)::double precision AS blocked_seconds
+FROM (
+    SELECT group_id, topic_id, key, count(*) AS waiting FROM {schema}.blocking_message
+    WHERE state = 'waiting' GROUP BY group_id, topic_id, key
+) AS waits
+CROSS JOIN LATERAL (
+    SELECT message_id, state, since FROM {schema}.blocking_message b WHERE b.group_id = waits.group_id
+      AND b.topic_id = waits.topic_id AND b.key = waits.key ORDER BY log_id LIMIT 1
+) AS first
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.topic t USING (topic_id)
 WHERE (%(group)s::text IS NULL OR g.name = %(group)s) AND (%(topic)s::text IS NULL OR t.name = %(topic)s)
-  AND (%(key)s::text IS NULL OR b.key = %(key)s)
-GROUP BY g.name, t.name, b.key
-HAVING bool_or(b.state = 'waiting')
-ORDER BY min(b.since)
+  AND (%(key)s::text IS NULL OR key = %(key)s)
+ORDER BY first.since
 LIMIT 1000
 """)
 _UNBLOCK: Final = Statement("""
 DELETE FROM {schema}.blocking_message b
 USING {schema}.consumer_group g, {schema}.topic t
 WHERE b.group_id = g.group_id AND b.topic_id = t.topic_id AND g.name = %(group)s AND t.name = %(topic)s
-  AND b.key = %(key)s AND b.state <> 'waiting'
+  AND b.key = %(key)s AND b.state = 'failed'
 """)
 _REPLACE: Final = Statement("""
 UPDATE {schema}.blocking_message SET key = %(replacement)s::text
@@ -58,12 +64,13 @@ WHERE topic_id = %(topic_id)s AND log_id = ANY(%(log_ids)s::bigint[]) AND %(repl
 
 @dataclass(frozen=True, slots=True)
 class BlockedKey:
-    """A key whose messages wait. `message_id`: the message that blocks it. `waiting`: how many messages wait."""
+    """A key whose messages wait. `message_id`, `state`: the message that blocks it. `waiting`: how many wait."""
 
     group: str
     topic: str
     key: str
     message_id: UUID
+    state: str
     waiting: int
     blocked_seconds: float
 
@@ -84,7 +91,7 @@ def list_blocked_keys(
 
 
 def unblock(run: Executor, group: str, topic: str, key: str) -> None:
-    """Let the waiting messages of a key pass the dead letters that block it. They stay dead letters."""
+    """Let the waiting messages of a key pass the open dead letters that block it. They stay dead letters."""
     run.execute(_UNBLOCK, {"group": group, "topic": topic, "key": key})
 
 

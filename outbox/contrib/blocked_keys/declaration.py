@@ -15,6 +15,8 @@ class KeyBlocked(PermanentError):
     It is delivered when the earlier message is settled. The schema of the part knows this class by its name.
     """
 
+    may_concern_body = False
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockKey(SubscriptionOption):

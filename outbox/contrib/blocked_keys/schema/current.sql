@@ -6,18 +6,17 @@ CREATE TABLE blocking_message (
     group_id   integer     NOT NULL,
     topic_id   integer     NOT NULL,
     key        text        NOT NULL,
-    -- The order in which the group met the messages.
-    place      bigint      GENERATED ALWAYS AS IDENTITY,
     log_id     bigint      NOT NULL,
     message_id uuid        NOT NULL,
     -- failed: an operator replays or discards it. waiting: it is replayed as soon as it is the first of its key.
     -- settled: it was replayed or discarded, and may still be in the retry queue.
     state      text        NOT NULL CHECK (state IN ('failed', 'waiting', 'settled')),
     since      timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (group_id, topic_id, key, place),
+    PRIMARY KEY (group_id, topic_id, key, log_id),
     UNIQUE (group_id, log_id)
 );
 CREATE INDEX blocking_message_settled ON blocking_message (log_id) WHERE state = 'settled';
+CREATE INDEX blocking_message_waiting ON blocking_message (group_id, topic_id, key, log_id) WHERE state = 'waiting';
 
 -- In the transaction of the dead letter, so that no crash comes between them, and no later message of the key passes.
 CREATE FUNCTION follow_dead_letter() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -36,5 +35,6 @@ BEGIN
     END IF;
     RETURN NULL;
 END $$;
-CREATE TRIGGER follow_dead_letter AFTER INSERT OR UPDATE OR DELETE ON dead_letter
+-- Every statement that makes a letter dead or settles it sets replayed_at. Erasure changes only its error.
+CREATE TRIGGER follow_dead_letter AFTER INSERT OR DELETE OR UPDATE OF replayed_at ON dead_letter
     FOR EACH ROW EXECUTE FUNCTION follow_dead_letter();

@@ -20,9 +20,13 @@ class Rejected(HandlerError):
 class EarlierNotAcknowledged(HandlerError):
     """An earlier message of the same key was not acknowledged, so this message was not sent."""
 
+    may_concern_body = False
+
 
 class NotAcknowledged(HandlerError):
     """The endpoint did not acknowledge the message, but may have received it."""
+
+    may_concern_body = False
 
 
 class EndpointGone(ServiceUnavailable):
