@@ -167,7 +167,8 @@ def _conditions() -> str:
 
 def _concerns(header: str, *, pages: bool) -> str:
     rows = (
-        (concern, ", ".join(f"`{name}`" for name, one in catalogue().items() if one.concern is concern))
+        # In the order of the names: parts declare their conditions when their modules are imported.
+        (concern, ", ".join(f"`{name}`" for name, one in sorted(catalogue().items()) if one.concern is concern))
         for concern in Concern
         if concern.pages is pages
     )
