@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.worker import drain
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
@@ -320,6 +322,27 @@ def test_drain_waits_for_the_queues_of_a_process_that_was_killed(outbox_settings
     hold_queues(uuid4(), 1.0)
     assert "deliveries handled: 1" in call("outbox_worker", "--drain")
     assert list(Effect.objects.values_list("number", flat=True)) == ["late"]
+
+
+@pytest.mark.usefixtures("_effects")
+def test_drain_handles_the_queues_of_a_process_whose_lease_ends_meanwhile(
+    outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease expires after the queues were drained, and before the command looks who holds queues."""
+    outbox_settings(LEASE_SECONDS=2.0)
+    consume()
+    publish("orders", {}, key="late", at_once=True)
+    sequence()
+    hold_queues(uuid4(), 1.0)
+    pauses, real = [1.1], drain.drain
+
+    def drained() -> drain.DrainCounts:
+        counts = real()
+        time.sleep(pauses.pop() if pauses else 0)
+        return counts
+
+    monkeypatch.setattr(drain, "drain", drained)
+    assert "deliveries handled: 1" in call("outbox_worker", "--drain")
 
 
 @pytest.mark.usefixtures("_effects")

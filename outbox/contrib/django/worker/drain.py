@@ -80,6 +80,7 @@ def drain_after_others() -> DrainCounts:
     engine, total = get_engine(), DrainCounts()
     first_seen: dict[tuple[int, UUID], float] = {}
     while True:
+        held = engine.held_elsewhere()
         counts = drain()
         total = DrainCounts(
             queued=total.queued + counts.queued,
@@ -87,8 +88,9 @@ def drain_after_others() -> DrainCounts:
             failed=total.failed + counts.failed,
         )
         waiting = engine.held_elsewhere()
-        if not waiting:
+        if not waiting and not held:
             return total
+        # If the last lease expired after this drain, the next one handles the messages of its queue.
         holders = {one.holder for one in waiting}
         while waiting and {one.holder for one in waiting} == holders:
             now = time.monotonic()
