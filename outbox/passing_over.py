@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from outbox.errors import OutboxError
 from outbox.message import Delivery
 from outbox.utils.safe_text import class_name_of
 
@@ -19,9 +20,12 @@ logger = logging.getLogger(__name__)
 
 def is_to_pass(deliveries: Sequence[Delivery], outcomes: Sequence[object]) -> bool:
     """Whether the handler has failed at each of these deliveries, and all of them are erased."""
-    return all(isinstance(one, Exception) and getattr(one, "may_concern_body", True) for one in outcomes) and all(
-        delivery.erased for delivery in deliveries
-    )
+    return all(delivery.erased for delivery in deliveries) and all(map(_may_concern_body, outcomes))
+
+
+def _may_concern_body(outcome: object) -> bool:
+    # Only errors of outbox say so. An attribute of another error may raise.
+    return outcome.may_concern_body if isinstance(outcome, OutboxError) else isinstance(outcome, Exception)
 
 
 def report(deliveries: Sequence[Delivery], error: object) -> None:
