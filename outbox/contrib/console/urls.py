@@ -48,7 +48,6 @@ PAGES: list[URLPattern] = [
     path("topics/one/", groups.topic, name="topic"),
     path("audit/<int:number>/", records.audit_entry, name="audit_entry"),
     *(path(one.address, listing.view_of(one), name=one.name) for one in LISTED),
-    *(path(f"{one.address}one/", listing.detail_of(one.detail), name=one.detail.page) for one in LISTED if one.detail),
     *(
         path(f"act/{name.replace('_', '-')}/", acting.view_of(action), name=f"act_{name}")
         for name, action in ACTIONS.items()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from django.http import HttpRequest, HttpResponse
 
 from outbox.contrib.console.access import seeing
-from outbox.contrib.console.asking import application, reading, required, text, values_of
-from outbox.contrib.console.rendering import PER_PAGE, paged, problem, render, sliced
+from outbox.contrib.console.asking import application, reading, text, values_of
+from outbox.contrib.console.rendering import PER_PAGE, paged, render, sliced
 from outbox.contrib.console.tabs import by_state, state_tabs
-from outbox.contrib.django.actions.listing import PAGE, Asked, Detail, Listing
+from outbox.contrib.django.actions.listing import PAGE, Asked, Listing
 from outbox.contrib.django.catalogue import on_engine
 
 
@@ -20,20 +20,6 @@ def view_of(listing: Listing) -> Callable[..., HttpResponse]:
     @seeing
     def view(request: HttpRequest) -> HttpResponse:
         return shown(request, on_engine(listing))
-
-    return view
-
-
-def detail_of(detail: Detail) -> Callable[..., HttpResponse]:
-    """The view of the page of one row."""
-
-    @seeing
-    def view(request: HttpRequest) -> HttpResponse:
-        name = required(request.GET, "name")
-        found = detail.read(Asked({}, PER_PAGE + 1, reading, application), name)
-        if found is None:
-            return problem(request, f"No such {detail.page}", detail.nothing.format(name), status=404)
-        return render(request, detail.page, found)
 
     return view
 

@@ -95,19 +95,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
-    """The page of one row, at `one/?name=…` below the page of its list. `page`: its name, and that of its template.
-
-    `read` gets the name of the row, and returns the values for the template, or None if there is no such row; `nothing`
-    says so, with a place for the name.
-    """
-
-    page: str
-    read: Callable[[Asked, str], Mapping[str, object] | None]
-    nothing: str
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
     """A list of rows: a command, a page, or both.
 
@@ -121,8 +108,8 @@ class Listing:
     `tab_group` has the consumer group whose messages the tabs count. `menu`: its section and name in the menu.
     `caption` and `empty`: what the table has, and the text without rows; `unused`: the text if the list has no rows
     in any state.
-    `key` identifies a row, and `detail` is the page of one row. `notes` returns values for a `template` of its own,
-    which extends listing.html. `is_live`: an open page reads the list again and again.
+    `key` identifies a row. `notes` returns values for a `template` of its own, which extends listing.html. `is_live`:
+    an open page reads the list again and again.
     """
 
     name: str
@@ -147,7 +134,6 @@ class Listing:
     empty: str = ""
     unused: str = ""
     key: Callable[[Any], str] | None = None
-    detail: Detail | None = None
     choice: Choice | None = None
     notes: Callable[[Any, Asked, Sequence[Any]], Mapping[str, object]] | None = None
     template: str = "listing"
