@@ -298,6 +298,13 @@ def sample_environment(server_url: str) -> Iterator[dict[str, str]]:
     drop_databases(server_url, [f"{prefix}_{name}" for name in ("orders", "broker", "celery")])
 
 
+@pytest.fixture
+def calls_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handler calls share transactions also on a busy machine, where a handler takes longer."""
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls.SHORT_SECONDS", 1.0)
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls._OPEN_SECONDS", 1.0)
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that this checkout makes."""

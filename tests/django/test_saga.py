@@ -450,6 +450,7 @@ def is_at(record: Booking, state: SagaState) -> bool:
     return state_of(record)[0] == state
 
 
+@pytest.mark.usefixtures("calls_share")
 def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
     """Each saga reaches its state, also those whose step is refused and undone."""
     transactions: dict[int, int] = Counter()
@@ -466,9 +467,6 @@ def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
             hotel.book(room, f"late{number}")
     # With one thread, messages that are committed together wait for each other.
     with pytest.MonkeyPatch.context() as patch, running(leading(), consuming(threads=1)):
-        # Also on a busy machine.
-        patch.setattr("outbox.broker.consumer.shared_calls.SHORT_SECONDS", 1.0)
-        patch.setattr("outbox.broker.consumer.shared_calls._OPEN_SECONDS", 1.0)
         patch.setattr(SharedTransaction, "results", noting)
         eventually(
             lambda: states() == Counter({"WAITING": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())

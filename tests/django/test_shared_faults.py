@@ -37,7 +37,7 @@ from tests.django.test_shared_transactions import (
 from tests.django.urls import Refused
 from tests.support import eventually
 
-pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "calls_share")
 
 
 def test_a_skipped_message_is_not_given_up_when_the_transaction_fails() -> None:

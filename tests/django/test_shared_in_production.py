@@ -51,7 +51,7 @@ from tests.django.urls import Refused
 from tests.part_apps import has
 from tests.support import eventually
 
-pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "calls_share")
 
 
 # -- a broker and consumers in this process --------------------------------------------------------
@@ -97,13 +97,6 @@ def consuming(lease_seconds: float = 10.0, *, threads: int | None = None) -> Cal
 def send(count: int, *, queues: int = 2) -> None:
     postgres_broker().declare([Topic(name="orders", queue_count=queues)])
     postgres_broker().send([Message(topic="orders", body=b"{}", key=str(number)) for number in range(count)])
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transactions are shared also on a busy machine."""
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls.SHORT_SECONDS", 1.0)
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls._OPEN_SECONDS", 1.0)
 
 
 class Noted:

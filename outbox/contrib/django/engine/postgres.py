@@ -16,7 +16,7 @@ from django.core.checks import CheckMessage, Error
 from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database, database_of
 from outbox.contrib.django.engine.engine import Engine, HeldQueue
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
@@ -87,8 +87,8 @@ class PostgresEngine(Engine):
         from outbox.broker.operations.progress import list_queues
 
         groups = {item.subscription.group for item in subscribers()}
-        with broker_database(self.settings).connect(name="outbox-drain") as connection:
-            queues = list_queues(Executor(connection, self.settings.schema))
+        with broker_connection() as (connection, schema):
+            queues = list_queues(Executor(connection, schema))
         return [
             HeldQueue((queue.queue_id, queue.owner), queue.lag)
             for queue in queues
@@ -97,8 +97,13 @@ class PostgresEngine(Engine):
 
     def left(self) -> LeftoverWork:
         from outbox.broker.operations.audit import count_messages
+        from outbox.broker.schema.install import check_schema
 
-        with broker_database(self.settings).connect(name="outbox-left") as connection:
+        with (
+            broker_database(self.settings).connect(name="outbox-left") as connection,
+            naming("counting the messages on the broker", self.settings.schema),
+        ):
+            check_schema(connection, self.settings.schema)
             counted = count_messages(Executor(connection, self.settings.schema))
         found = LeftoverWork()
         topics = {*self.settings.topics, *(item.subscription.topic for item in subscribers())}
