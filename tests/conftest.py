@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ hypothesis.settings.load_profile("outbox")
 SERVER_SETTINGS = {
     "max_connections": "400",
     "shared_buffers": "256MB",
-    "max_wal_size": "4GB",
+    "max_wal_size": "1GB",
     "max_prepared_transactions": "20",
     # Most of the server's work is to begin and end sessions, and most of them call functions in this language.
     "shared_preload_libraries": "plpgsql",
@@ -221,8 +220,8 @@ def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbit
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
     """The URL of a PostgreSQL in which databases can be created."""
-    with tempfile.TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder) / "data"
+    with leftovers.server_folder() as folder:
+        data = folder / "data"
         url = embedded.server_url(data, settings=SERVER_SETTINGS)
         yield url
         if embedded.URL_VARIABLE not in os.environ:
