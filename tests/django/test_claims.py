@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -17,6 +17,7 @@ from django.db.models.functions import Now
 from outbox import Delivery, Message
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database import effects
+from outbox.contrib.django.ledger import handled
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.contrib.django.subscribers import claims, registry
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
@@ -123,9 +124,11 @@ def test_an_error_in_finish_leaves_nothing_and_the_message_can_be_claimed_at_onc
     def slow(given: ClaimedDelivery) -> None:
         with given.finish():
             Effect.objects.using(alias).create(number=given.key)
-            if ClaimEntry.objects.using(alias).get().token == 1:
+            if not refused:
+                refused.append(True)
                 raise Refused
 
+    refused: list[bool] = []
     once = delivery()
     assert isinstance(run(once), Refused)
     assert (numbers(alias), InboxEntry.objects.using(alias).count()) == ([], 0)
@@ -441,6 +444,38 @@ def test_a_handler_past_its_time_limit_loses_its_claim() -> None:
     assert numbers() == ["done"]
 
 
+def test_an_attempt_from_before_a_redelivery_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is frozen, another one finishes, an operator has the message handled once more, a third one begins."""
+    monkeypatch.setattr(claims, "runs_here", lambda claim: False)
+    stored, proceed = threading.Event(), threading.Event()
+    third: list[Future[Any]] = []
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        charged = given.step("charge", lambda: given.attempt)
+        if given.attempt == 1:
+            with effects.allowed():
+                expire()
+                assert in_thread(replace(once, attempt=2)) == HANDLED
+                handled.forget(connections["default"], "slow", once.message_id)
+            third.append(pool.submit(in_thread, replace(once, attempt=3)))
+            assert stored.wait(20)
+        if given.attempt == 3:
+            stored.set()
+            assert proceed.wait(20)
+        with given.finish():
+            Effect.objects.create(number=f"charged by {charged}, finished by {given.attempt}")
+
+    once = delivery()
+    with ThreadPoolExecutor(1) as pool:
+        first = run(once)
+        proceed.set()
+        assert third[0].result(20) == HANDLED
+    assert isinstance(first, LeaseLost)
+    # The second attempt has found the step of the first one; the third one began anew.
+    assert sorted(numbers()) == ["charged by 1, finished by 2", "charged by 3, finished by 3"]
+
+
 @pytest.mark.parametrize("attempts_before", [0, 1])
 def test_a_claim_whose_handler_may_not_be_called_ends_at_once(alias: str, attempts_before: int) -> None:
     calls: list[str] = []
@@ -451,16 +486,19 @@ def test_a_claim_whose_handler_may_not_be_called_ends_at_once(alias: str, attemp
         raise Refused
 
     def refuse(term_seconds: float) -> None:
-        assert ClaimEntry.objects.using(alias).get().token == attempts_before + 1
+        tokens.add(ClaimEntry.objects.using(alias).get().token)
         raise ValueError
+
+    tokens: set[int] = set()
 
     once = delivery()
     for _ in range(attempts_before):
         assert isinstance(run(once), Refused)
+        tokens.add(ClaimEntry.objects.using(alias).get().token)
     assert isinstance(run(once, claimed=refuse), ValueError)
     assert len(calls) == attempts_before
-    # After an earlier attempt, the row stays, so that the token of this attempt is not used again.
-    assert [one.token for one in ClaimEntry.objects.using(alias).all()] == [2] * attempts_before
+    assert len(tokens) == attempts_before + 1
+    assert not ClaimEntry.objects.using(alias).exists()
     # The claim has ended: the next attempt can begin.
     assert isinstance(run(once), Refused)
 

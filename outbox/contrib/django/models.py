@@ -100,8 +100,8 @@ class InboxEntry(models.Model):
 class ClaimEntry(models.Model):
     """A message that a handler with effects="outside" has begun and not finished.
 
-    Each claim of the message raises `token`. Only the newest token may store steps and finish the message. An attempt
-    that has failed leaves its row with `expires_at` in the past, so that the next token is greater.
+    Each claim of the message has a `token` of its own. Only the token of this row may store steps and finish the
+    message. An attempt that has failed leaves its row with `expires_at` in the past.
     """
 
     pk = models.CompositePrimaryKey("group", "generation", "message_id")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -53,12 +54,12 @@ _KEY: Final = "consumer_group = %s AND generation = %s AND message_id = %s"
 _TAKE: Final = """
 INSERT INTO outbox_claim AS known
     (consumer_group, generation, message_id, token, claimed_by, claimed_at, expires_at, attempt)
-VALUES (%s, %s, %s, 1, %s, {now}, {later}, %s)
+VALUES (%s, %s, %s, %s, %s, {now}, {later}, %s)
 ON CONFLICT (consumer_group, generation, message_id) DO UPDATE
-SET token = known.token + 1, claimed_by = excluded.claimed_by, claimed_at = excluded.claimed_at,
+SET token = excluded.token, claimed_by = excluded.claimed_by, claimed_at = excluded.claimed_at,
     expires_at = excluded.expires_at, attempt = excluded.attempt
 WHERE known.expires_at <= {now}
-RETURNING token
+RETURNING 1
 """
 _READ_LEFT: Final = f"SELECT {{left}} FROM outbox_claim WHERE {_KEY}"
 _IS_HANDLED: Final = f"SELECT 1 FROM outbox_inbox WHERE {_KEY}"
@@ -93,9 +94,9 @@ INSERT IGNORE INTO outbox_claim
     (consumer_group, generation, message_id, token, claimed_by, claimed_at, expires_at, attempt)
 VALUES (%s, %s, %s, 0, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), %s)
 """
-_LOCK_MARIADB: Final = f"SELECT token, {{left}} FROM outbox_claim WHERE {_KEY} FOR UPDATE"
+_LOCK_MARIADB: Final = f"SELECT {{left}} FROM outbox_claim WHERE {_KEY} FOR UPDATE"
 _TAKE_MARIADB: Final = f"""
-UPDATE outbox_claim SET token = token + 1, claimed_by = %s, claimed_at = {{now}}, expires_at = {{later}}, attempt = %s
+UPDATE outbox_claim SET token = %s, claimed_by = %s, claimed_at = {{now}}, expires_at = {{later}}, attempt = %s
 WHERE {_KEY}
 """
 # Under REPEATABLE READ, only a read with a lock sees an inbox row that is newer than the snapshot.
@@ -142,7 +143,6 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
 
     If the message is handled already, return SKIPPED. If another claim has not ended, return how long it still lasts.
     """
-    token = 0
     with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
         if connection.vendor == "postgresql" and len(connection.atomic_blocks) == 1:
             # The second statement must see the inbox row of an attempt that finished while the first one waited.
@@ -150,9 +150,9 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
         key = claim.key(connection)
         if connection.vendor == "mysql":
             return _take_mariadb(connection, cursor, claim)
-        cursor.execute(_text(connection, _TAKE), [*key, holder(), claim.term_seconds, claim.attempt])
-        if found := cursor.fetchone():
-            token = int(found[0])
+        token = _new_token()
+        cursor.execute(_text(connection, _TAKE), [*key, token, holder(), claim.term_seconds, claim.attempt])
+        if cursor.fetchone() is not None:
             cursor.execute(_IS_HANDLED, key)
             if cursor.fetchone() is None:
                 return token
@@ -168,15 +168,24 @@ def _take_mariadb(connection: BaseDatabaseWrapper, cursor: Any, claim: Claim) ->
     cursor.execute(_ADD_MARIADB, [*key, claim.attempt])
     cursor.execute(_text(connection, _LOCK_MARIADB), key)
     row = cursor.fetchone()
-    if row is None or row[1] > 0:
+    if row is None or row[0] > 0:
         # Without a row: the other attempt has finished between the two statements.
-        return ClaimedElsewhere(float(row[1]) if row else 0.0)
+        return ClaimedElsewhere(float(row[0]) if row else 0.0)
     cursor.execute(_IS_HANDLED_MARIADB, key)
     if cursor.fetchone() is not None:
         transaction.set_rollback(True, using=connection.alias)
         return Disposition.SKIPPED
-    cursor.execute(_text(connection, _TAKE_MARIADB), [holder(), claim.term_seconds, claim.attempt, *key])
-    return int(row[0]) + 1
+    token = _new_token()
+    cursor.execute(_text(connection, _TAKE_MARIADB), [token, holder(), claim.term_seconds, claim.attempt, *key])
+    return token
+
+
+def _new_token() -> int:
+    """Return a token that no claim has had. Counting would not do, because the row that counts is deleted at the end.
+
+    If an operator lets a handled message be handled once more, a frozen attempt from before could have the new token.
+    """
+    return 1 + secrets.randbits(62)
 
 
 def lock(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
@@ -214,12 +223,8 @@ def delete(connection: BaseDatabaseWrapper, claim: Claim) -> None:
 
 
 def give_back(connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    """End a claim whose handler was not called.
-
-    If no earlier attempt had a claim, delete the row, because nothing would remove it before pruning. Otherwise keep
-    the row: with a token from the beginning, a frozen earlier attempt could store its results.
-    """
-    _give_up(connection, claim, _END if claim.token == 1 else _RELEASE)
+    """Delete a claim whose handler was not called, because nothing else would remove it before pruning."""
+    _give_up(connection, claim, _END)
 
 
 def _give_up(connection: BaseDatabaseWrapper, claim: Claim, text: str) -> None:
