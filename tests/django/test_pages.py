@@ -184,7 +184,7 @@ def test_failures(page: Page) -> None:
 
 
 def test_order_and_delay(page: Page) -> None:
-    page.run("order-and-delay.md")
+    page.run("order-and-delay.md", before="Dead letters that keep the order")
     assert models.Step.objects.get().step == "placed"
 
 
