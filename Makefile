@@ -99,7 +99,7 @@ goals: $(STAMP) ## The figures of the goals in docs/maintainers/performance.md, 
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks.goals $(if $(SLOWED),--slowed)
 
-tables: $(STAMP) ## Print the stored figures into docs/maintainers
+tables: $(STAMP) ## Print the stored figures into docs/maintainers and docs/operations/sizing.md
 	$(BIN)/python -m benchmarks.tables
 
 bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a picture (var/bench-quick.svg)

@@ -1,7 +1,7 @@
 """Where parts join the core. The core reads this file and never names a part; a part adds to it and changes no core.
 
 A part is a folder with an app of Django. A project turns the part on by naming the app in INSTALLED_APPS, and the app's
-`ready` calls the functions below:
+`ready` calls the functions below, or its module does where a function says so:
 
     class GreetingsConfig(AppConfig):
         name = "shop.greetings"

@@ -1,7 +1,7 @@
 """Refusals: for each engine a table of the features that the engine lacks, with an alternative for each feature.
 
-If a project declares or calls a feature that its engine lacks, outbox raises an error. So no declaration is ignored
-silently. docs/engines.md compares the engines.
+If a project declares or calls a feature that its engine lacks, outbox raises an error. docs/engines.md compares the
+engines, and says what the in-memory broker of tests ignores.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ OPENS: Final = tuple(
 _ARTEFACTS: Final = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-proxy")
 
 # Sizes for one small machine, and the broker settings that the engine needs: topics of mixed types (see
-# docs/rocketmq.md).
+# docs/engines.md).
 _BROKER: Final[Mapping[str, object]] = {
     "brokerClusterName": CLUSTER,
     "brokerName": "private",

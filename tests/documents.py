@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 # The pages of operators and of data teams.
 FOR_OPERATORS = sorted((DOCS / "operations").glob("*.md"))
 FOR_DATA_TEAMS = sorted((DOCS / "reconciliation").glob("*.md"))
-AROUND = [DOCS / f"{name}.md" for name in ("engines", "rocketmq", "forwarding")]
+AROUND = [DOCS / f"{name}.md" for name in ("engines", "forwarding")]
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _PROGRAM = re.compile(r"^(?:\w+=\S+ )*(?:python )?(?:\S+/python )?manage\.py (?=\w)|^(?=outbox-reconcile )")

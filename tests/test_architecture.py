@@ -134,7 +134,8 @@ def test_the_index_answers_the_questions_of_a_newcomer() -> None:
     page = PAGE.read_text(encoding="utf-8").split("\n## Where is ...\n", 1)[1]
     questions = " ".join(re.findall(r"^\| ([^|]+\?) \|", page, re.MULTILINE))
     asked = ["message parked", "killed its process", "add a sink", "add a condition", "tick's SQL", "column to the log"]
-    asked += ["which lock", "setting validated", "inbox row", "both engines", "operator action"]
+    asked += ["which lock", "setting validated", "inbox row", "both engines", "operator action", "list of operators"]
+    asked += ["add a setting", "add a subscriber option", "add a part", "add an engine"]
     assert [words for words in asked if words not in questions] == []
 
 

@@ -12,9 +12,11 @@ from tests.django import configured
 from tests.documents import AROUND, FOR_DATA_TEAMS, FOR_OPERATORS
 from tests.part_apps import app_of, command_files
 from tests.test_conformance import missing, named
+from tests.test_gate import is_slow, left_out
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "decisions")
+GUARANTEES = (DOCS / "guarantees.md").read_text(encoding="utf-8")
 # Ten minutes of reading. Tables and code are looked up.
 WORDS = 2000
 # The pages for users: all but those of maintainers and the decisions. A reader must find the page and finish it.
@@ -56,11 +58,23 @@ def test_the_first_pages_say_whether_the_version_is_released() -> None:
 
 
 def test_every_guarantee_names_tests_that_exist() -> None:
-    page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
-    promised = page.split("\n## Promised\n", 1)[1].split("\n## ", 1)[0]
-    rows = [line for line in promised.splitlines() if line.startswith("| ")][1:]
+    rows = promises()
     assert len(rows) > 10 and [row for row in rows if not named(row)] == []
-    assert missing(page) == []
+    assert missing(GUARANTEES) == []
+
+
+def test_make_test_runs_a_test_of_every_guarantee_and_make_gate_those_that_are_marked() -> None:
+    for row in promises():
+        tests = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`( †)?", row)
+        assert [name for file, name, _ in tests if left_out(file, name)] == [], row
+        assert [bool(mark) for *_, mark in tests] == [is_slow(file, name) for file, name, _ in tests], row
+        assert not all(mark for *_, mark in tests), row
+
+
+def promises() -> list[str]:
+    """The rows of what the page of guarantees promises."""
+    promised = GUARANTEES.split("\n## Promised\n", 1)[1].split("\n## ", 1)[0]
+    return [line for line in promised.splitlines() if line.startswith("| ")][1:]
 
 
 def test_every_block_of_code_begins_and_ends_on_a_line_of_its_own() -> None:

@@ -65,7 +65,7 @@ def test_every_command_is_accepted() -> None:
 
 def test_every_command_of_outbox_is_on_a_page() -> None:
     named = {one.words[0] for _, one in ALL}
-    # docs/schedules.md, docs/events.md and docs/rocketmq.md have them.
+    # docs/schedules.md, docs/events.md and docs/engines.md have them.
     assert {path.stem for path in command_files()} - named == {"outbox_schedule", "outbox_contract", "outbox_relay"}
 
 

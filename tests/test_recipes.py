@@ -193,6 +193,9 @@ def test_every_sink_has_a_short_name_and_is_on_the_page() -> None:
     assert sorted(implementations(f"{folder}/sink.py", "Sink", folder)) == sorted(SINKS.values())
     page = (ROOT / "docs" / "forwarding.md").read_text(encoding="utf-8")
     assert [name for name in SINKS if f"`{name}`" not in page and f'"{name}"' not in page] == []
+    extras, names = (ROOT / "docs" / "quickstart.md", ROOT / "docs" / "maintainers" / "names.md")
+    assert [name for name in SINKS if f"`{name}`" not in extras.read_text(encoding="utf-8")] == []
+    assert [path for path in SINKS.values() if f"`{path}`" not in names.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Apache RocketMQ 5 as the broker (implements outbox.ports.Broker). An unsupported feature raises NotSupported.
 
-docs/rocketmq.md and docs/decisions/120 describe the contract and the differences from the broker in PostgreSQL.
+docs/engines.md and docs/decisions/120 describe the contract and the differences from the broker in PostgreSQL.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RocketMQConsumers:
 
     Raises ConfigurationError for a subscription that RocketMQ cannot serve.
 
-    `invoker` must include an inbox, because the server may deliver a message twice (docs/rocketmq.md). `note` stores
+    `invoker` must include an inbox, because the server may deliver a message twice (docs/engines.md). `note` stores
     the error of a dead letter, which RocketMQ does not store.
     """
 

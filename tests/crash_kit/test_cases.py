@@ -80,7 +80,7 @@ def test_a_step_that_is_not_reached_again_is_named(outcomes: dict[str, str]) -> 
     assert outcomes["test_a_step_that_is_not_reached_again"] == ""
 
 
-PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "crash-tests.md"
+PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "testing.md"
 HEAD: Final = """
 from django.core import mail
 from django.core.mail import send_mail

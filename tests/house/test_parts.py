@@ -6,7 +6,7 @@ from tests.house import parts
 
 
 def test_the_core_names_no_part() -> None:
-    assert parts.mentions(parts.texts()) == {}, "the core names a part: let the part join by a hook (docs/hooks.md)"
+    assert parts.mentions(parts.texts()) == {}, "the core names a part: let the part join by a hook (outbox/hooks.py)"
 
 
 def test_every_folder_of_contrib_is_a_part() -> None:

@@ -6,7 +6,7 @@
 A fault is a patch in `planted/`, whose first lines say what it does. A patch that does not apply any more has to be
 written again for the present code: the fault must stay red in whatever form it then takes.
 
-docs/guarantees.md has the number of storms that each one took.
+docs/maintainers/storms.md has the number of storms that each one took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A private RocketMQ cluster: the processes that docs/rocketmq.md starts, each killed and started by its name.
+"""A private RocketMQ cluster: the processes that docs/engines.md starts, each killed and started by its name.
 
 Bash runs the blocks of the page that write the configuration, with ports of the test's own. RocketMQ's programs
 (`mqbroker` and the others) are scripts of `write_programs`, because Maven has the jars without the scripts.
@@ -25,7 +25,7 @@ from tests.rocketmq.disk import Disk
 from tests.rocketmq.link import Link
 from tests.support import eventually
 
-PAGE: Final = DOCS / "rocketmq.md"
+PAGE: Final = DOCS / "engines.md"
 GROUPS: Final = ("a", "b")
 BROKERS: Final = ("a1", "a2", "b1", "b2")
 PROXIES: Final = ("p1", "p2")

@@ -1,4 +1,4 @@
-"""A cluster with the settings of docs/rocketmq.md, whose processes are killed: effects are the committed rows.
+"""A cluster with the settings of docs/engines.md, whose processes are killed: effects are the committed rows.
 
 The folder of a test has the logs of all processes.
 """
@@ -29,7 +29,7 @@ from tests.rocketmq.project import Project, expected, happened, make_project, no
 from tests.rocketmq.test_campaign import CHILDREN, STEPS
 from tests.support import eventually
 
-# The version that docs/rocketmq.md recommends.
+# The version that docs/engines.md recommends.
 VERSION: Final = "5.5.0"
 # The transactions of one producer process.
 BATCH: Final = 200

@@ -1,4 +1,4 @@
-"""A newcomer starts a cluster by docs/rocketmq.md alone."""
+"""A newcomer starts a cluster by docs/engines.md alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract suite on RocketMQ: every case but those that need something it lacks (docs/rocketmq.md)."""
+"""The contract suite on RocketMQ: every case but those that need something it lacks (docs/engines.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUITE = (
 ALWAYS = {
     "test_rollback_is_never_seen_and_commit_is_seen_once",
 }
-# Case -> why it is left out, in words of docs/engines.md, docs/rocketmq.md or its list of what works.
+# Case -> why it is left out, in words of docs/engines.md or its list of what works.
 HALF = "RocketMQ's half messages have neither an order nor a delivery time"
 LACKING: Mapping[str, str] = {
     **dict.fromkeys(
@@ -163,7 +163,7 @@ def test_what_is_left_out_is_in_the_suite() -> None:
 
 
 def test_the_page_has_every_reason() -> None:
-    names = ("engines.md", "rocketmq.md", "maintainers/rocketmq-operations.md")
+    names = ("engines.md", "maintainers/rocketmq-operations.md")
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in names]
     page = " ".join(" ".join(pages).split())
     assert [reason for reason in {*LACKING.values(), *LACKING_MODULES.values()} if reason not in page] == []

@@ -1,4 +1,4 @@
-"""A project moves from PostgreSQL to RocketMQ and back by its settings alone, while it works (docs/engines.md)."""
+"""A project moves from PostgreSQL to RocketMQ and back by its settings alone, as docs/operations/upgrade.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of docs/changing-messages.md and docs/engines.md, with workers and publishers that keep running."""
+"""The steps of docs/changing-messages.md and of a move to another broker, while workers and publishers run."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@
             age = state.summary.seconds_since(one.oldest_at)
             yield state.judge(LAG_SECONDS, age), {"group": one.group, "oldest_seconds": age}
 
-This is all that a new condition needs. Status, exit code, probe, doctor, JSON, metric, alert, operations page, signal,
-and the tables of docs/ show every declared condition. `rules.py` lists the declarations that need only the broker;
-`outbox.contrib.django.operations.known_conditions` adds those about the application's tables.
+Status, exit code, probe, doctor, JSON, metric, alert, operations page, signal, and the tables of docs/ show every
+declared condition. `rules.py` lists the declarations that need only the broker;
+`outbox.contrib.django.operations.known_conditions` adds those about the application's tables. CONTRIBUTING.md ("Add a
+condition") says what else a new condition needs.
 
 The doctor, `manage.py check` and the probe of a worker report further problems as conditions that are declared nowhere:
 such a condition is made by `of_text`, and has its own texts.

@@ -1,5 +1,5 @@
 """Dead letters that keep the order: later messages of the same key wait until the dead letter is settled.
-docs/blocked-keys.md is its page.
+docs/order-and-delay.md#dead-letters-that-keep-the-order describes them.
 
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.blocked_keys"]
 

@@ -35,7 +35,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "schedule_late": ("schedules", "", "Schedules"),
     "endpoint_disabled": ("endpoints", "", "Endpoints"),
     "reconciliation_findings": ("findings", "", "Findings"),
-    "retention_behind": ("topics", "", "Topics"),
+    **dict.fromkeys(("retention_behind", "topic_near_limit", "topic_over_limit"), ("topics", "", "Topics")),
     **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped"),
                     ("incidents", "", "Incidents")),
     **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "quarantined"),
@@ -44,7 +44,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
                     ("workers", "", "Workers")),
     "outage": ("groups", "", "Groups"),
     "limit_binding": ("groups", "state=limited", "Groups that wait for a limit"),
-    "saga_stalled": ("dead_letters", "", "Dead letters by error"),
+    **dict.fromkeys(("blocked_key", "saga_stalled"), ("dead_letters", "", "Dead letters by error")),
 }  # fmt: skip
 
 # The evidence of a lag that waits for a limit of the group itself is settled like this.

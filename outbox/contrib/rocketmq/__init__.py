@@ -3,5 +3,5 @@
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.rocketmq"]
 
 The client, which needs no Django, is the package `outbox.rocketmq`. It belongs to this part, and nothing else imports
-it. docs/rocketmq.md is the page of the part.
+it. docs/engines.md is the page of the part.
 """

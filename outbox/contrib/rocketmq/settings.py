@@ -1,4 +1,4 @@
-"""The environment variables that this part reads. Its settings are all in the address (docs/rocketmq.md)."""
+"""The environment variables that this part reads. Its settings are all in the address (docs/engines.md)."""
 
 from __future__ import annotations
 

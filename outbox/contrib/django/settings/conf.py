@@ -92,7 +92,7 @@ class TopicOptions:
         _TOPIC["retention_seconds"],
         whole(1, "seconds"),
         word="retention",
-        meaning="how long the log keeps consumed messages",
+        meaning="how long the log keeps consumed messages; others stay at least thirty days",
     )
     codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
     selector: str | None = setting(
