@@ -55,8 +55,8 @@ def subject(world: World, given: Command) -> str:
         return str(made["id"])
     if name == "outbox_message" and word == "recall":
         return delayed(world)
-    if (name, word) == ("outbox_group", "skip"):
-        return str(CASES["skip"][0](world)["id"])
+    if (name, word) in (("outbox_group", "skip"), ("outbox_message", "redeliver")):
+        return str(CASES[word][0](world)["id"])
     if word == "settle":
         CASES["settle"][0](world)
     return letters(world)
