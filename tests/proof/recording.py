@@ -23,7 +23,7 @@ from tests.oracle.storm import Plan, Storm
 _TABLES: Final = (
     *("outbox_ledger", "outbox_inbox", "outbox_claim", "outbox_step", "shop_effect"),
     *("commit_log", "op_log", "pending_check", "incident", "consume_queue", "scheduled", "dead_letter"),
-    *("queue_lease", "consumer_offset", "consumer", "life"),
+    *("queue_lease", "consumer_offset", "consumer", "life", "tick", "held"),
 )
 _PUBLICATION: Final = "recorded"
 _FIND_TABLES: Final = """
@@ -107,7 +107,7 @@ class RecordedStorm(Storm):
         changes: list[Change] = []
         for name in self.databases:
             with self.server.connection(name) as connection:
-                slots = connection.execute("SELECT FROM pg_replication_slots WHERE slot_name = %s", [name])
+                slots = connection.execute("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [name])
                 if slots.fetchone():
                     changes += decoded(data for (data,) in connection.execute(_DECODE, [name, _PUBLICATION]))
         changes.sort(key=lambda change: change.commit)

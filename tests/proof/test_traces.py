@@ -55,6 +55,13 @@ FALSIFIED = {
         "an offset goes back": "ACQUIRED 0 0, EFFECT 0 0, EFFECT 0 1, STORED 0 2, STORED 0 1; ",
         "the inbox row without the effect": "ACQUIRED 0 0, outbox_inbox 0 0; ",
     },
+    "tick": {
+        "a tick forgets an earlier transaction": "COMMITTED 0 1, COMMITTED 0 2, TICK 2 3; ",
+        "a tick appends what its snapshot does not show": "COMMITTED 0 1, COMMITTED 0 2, TICK 3 1; ",
+        "a tick appends what is not committed": "COMMITTED 0 2, TICK 3 3; ",
+        "two ticks append the same": "COMMITTED 0 1, TICK 1 1, COMMITTED 0 2, TICK 3 3; ",
+        "a later tick sees less": "COMMITTED 0 1, COMMITTED 0 3, TICK 5 5, TICK 0 1; ",
+    },
     "claim": {
         "a finished message is claimed again": "CLAIMED 0 0, STORED 0 0, FINISHED 0 0, CLAIMED 1 0; ",
         "a former claim stores a result": "CLAIMED 0 0, CLAIMED 1 0, STORED 0 0; ",

@@ -33,6 +33,7 @@ CLAIMS: Final = 6
 BOUNDS: Final[Mapping[str, Sequence[str]]] = {
     "ledger": (),
     "lease": ("OFFSETS_LATER", "N=3", "SPAN=3", f"CONSUMERS={OWNERS}", "ENDS=9", "DEATHS=0"),
+    "tick": ("N=3",),
     "claim": ("STEPS=1", f"WORKERS={CLAIMS}", "DEATHS=9", "FREEZES=9"),
 }
 MESSAGES: Final = 3
@@ -378,6 +379,84 @@ def _number(row: Row, column: str) -> int:
     return int(str(row[column]))
 
 
+# -- ticks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tick:
+    """What one transaction has put into queues; `snapshot` is that of its tick, '' without one."""
+
+    snapshot: str
+    appended: set[str]
+
+
+def of_tick(history: History) -> list[Trace]:
+    """Three transactions that decided COMMIT, again and again in the order of their ids, and the ticks that read them.
+
+    Ticks are left out if they neither append a message of the three nor are the first to see one. So are transactions
+    with a message that is delayed or held, because its decision does not put it into a queue.
+    """
+    log_ids: dict[int, set[str]] = defaultdict(set)
+    later = {row["log_id"] for row in _inserted(history, "scheduled", "held")}
+    changes: list[int | _Tick] = []
+    for _, transaction in itertools.groupby(history.changes, key=lambda change: change.commit):
+        tick = _Tick("", set())
+        for change in transaction:
+            row = change.row
+            if change.is_delete:
+                continue
+            if change.table == "op_log" and row["decision"] == "C":
+                xid = _number(row, "xid")
+                if xid not in log_ids:
+                    changes.append(xid)
+                log_ids[xid] |= set(str(row["log_ids"]).strip("{}").split(","))
+            elif change.table == "tick":
+                tick.snapshot = str(row["snapshot"])
+            elif change.table == "consume_queue" and row["attempt"] == "0":
+                tick.appended.add(str(row["log_id"]))
+        if tick.snapshot or tick.appended:
+            changes.append(tick)
+    xids = [xid for xid in sorted(log_ids) if not log_ids[xid] & later]
+    found = []
+    for first in range(0, len(xids) - MESSAGES + 1, MESSAGES):
+        chosen = xids[first : first + MESSAGES]
+        steps = _tick_steps({xid: log_ids[xid] for xid in chosen}, changes)
+        # After a restart of the server, a comparison of all decisions appends what the lost ticks had appended.
+        if steps is not None:
+            found.append(Trace(f"transactions {', '.join(map(str, chosen))}", steps))
+    return found
+
+
+def _tick_steps(chosen: Mapping[int, set[str]], changes: Iterable[int | _Tick]) -> list[Step] | None:
+    """The steps that concern the chosen transactions; None if no tick has appended their messages."""
+    steps: list[Step] = []
+    seen = 0
+    for change in changes:
+        if isinstance(change, int):
+            if change in chosen:
+                steps.append(Step("COMMITTED", number=list(chosen).index(change) + 1))
+            continue
+        appended = sum(2**place for place, log_ids in enumerate(chosen.values()) if log_ids & change.appended)
+        if appended and not change.snapshot:
+            return None
+        if change.snapshot:
+            sees = sum(2**place for place, xid in enumerate(chosen) if _is_visible(xid, change.snapshot))
+            if appended or sees != seen:
+                steps.append(Step("TICK", appended, sees))
+            seen = sees
+    return steps
+
+
+def _is_visible(xid: int, snapshot: str) -> bool:
+    """Whether a committed transaction is visible in a snapshot, as PostgreSQL writes it."""
+    _, xmax, running = snapshot.split(":")
+    return xid < int(xmax) and str(xid) not in running.split(",")
+
+
+def _inserted(history: History, *tables: str) -> Iterator[Row]:
+    return (change.row for change in history.changes if change.table in tables and not change.is_delete)
+
+
 # -- claims --------------------------------------------------------------------------------------------------------
 
 
@@ -444,6 +523,7 @@ def _tokens(history: History) -> dict[tuple[str, str], set[str]]:
 OF_MODEL: Final[Mapping[str, Callable[[History], list[Trace]]]] = {
     "ledger": of_ledger,
     "lease": of_lease,
+    "tick": of_tick,
     "claim": of_claim,
 }
 
