@@ -73,7 +73,14 @@ class Trace:
     process: Sequence[Step] = ()
 
     def __str__(self) -> str:
+        """The steps of the database, a semicolon, and those of the process."""
         return f"{', '.join(map(str, self.database))}; {', '.join(map(str, self.process))}"
+
+    @staticmethod
+    def read(about: str, text: str) -> Trace:
+        """The trace of a text that `str` has made."""
+        lists = [[Step.read(one) for one in part.split(",") if one.strip()] for part in text.split(";")]
+        return Trace(about, *lists)
 
 
 # -- replaying -----------------------------------------------------------------------------------------------------
@@ -534,22 +541,15 @@ def recorded(plan: Plan, folder: Path, server: RecordedServer) -> dict[str, list
     return {model: take(history) for model, take in OF_MODEL.items()}
 
 
-def read(path: Path) -> list[Trace]:
-    """The traces of a file that `keep` has written."""
-    return [
-        Trace(one["about"], list(map(Step.read, one["database"])), list(map(Step.read, one["process"])))
-        for one in json.loads(path.read_text(encoding="utf-8"))
-    ]
-
-
 def keep(path: Path, traces: Iterable[Trace]) -> None:
-    """Write traces to a file, each different one once."""
-    different = {str(trace): trace for trace in traces}
-    kept = [
-        {"about": one.about, "database": list(map(str, one.database)), "process": list(map(str, one.process))}
-        for one in different.values()
-    ]
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    """Write traces to a file, each different one once, and one a line."""
+    different = {str(trace): trace.about for trace in traces}
+    path.write_text("".join(f"{about}: {text}\n" for text, about in different.items()), encoding="utf-8")
+
+
+def kept(path: Path) -> list[Trace]:
+    """The traces of a file that `keep` has written."""
+    return [Trace.read(*line.split(": ", 1)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> int:
@@ -574,7 +574,7 @@ def main() -> int:
     wrong = 0
     for model, traces in taken.items():
         if options.keep:
-            keep(options.keep / f"{model}.json", traces)
+            keep(options.keep / f"{model}.txt", traces)
         found = replay(model, traces)
         wrong += len(found.refused)
         print(f"{model}: {len(traces)} traces, {found.different} different, {len(found.refused)} refused")
