@@ -9,6 +9,7 @@ without such a run is a finding: the code or the model is wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -101,24 +102,30 @@ def replay(model: str, traces: Iterable[Trace]) -> Replay:
     for trace in traces:
         names[str(trace)].append(trace.about)
         by_text[str(trace)] = trace
+    program, words = Path(_built(model).name) / "pan", _words(model)
     refused = []
-    with tempfile.TemporaryDirectory(prefix="outbox-traces-") as made:
-        defines = ["TRACE", *BOUNDS[model]]
-        # A step of C in the model can depend on any other step, so none is left out of the search.
-        program = models.build(Path(made), model, defines, "-DNOREDUCE")
-        words = _words(model)
-        for text, trace in by_text.items():
-            if not _is_run(program, words, trace):
-                about = f"{names[text][0]} and {len(names[text]) - 1} others" if names[text][1:] else names[text][0]
-                refused.append(f"{about}: {text}. {_where(program, words, trace)}")
+    for text, trace in by_text.items():
+        if not _is_run(program, words, trace):
+            about = f"{names[text][0]} and {len(names[text]) - 1} others" if names[text][1:] else names[text][0]
+            refused.append(f"{about}: {text}. {_where(program, words, trace)}")
     return Replay(refused, len(by_text))
 
 
+@functools.cache
+def _built(model: str) -> tempfile.TemporaryDirectory[str]:
+    """The folder of a model's program; it exists as long as this process."""
+    folder = tempfile.TemporaryDirectory(prefix="outbox-traces-")
+    # A step of C in the model can depend on any other step, so the search leaves none out.
+    models.build(Path(folder.name), model, ["TRACE", *BOUNDS[model]], "-DNOREDUCE")
+    return folder
+
+
 def _where(program: Path, words: Mapping[str, int], trace: Trace) -> str:
-    """The step of the database at which the model stops."""
+    """The step of the database at which the model stops, whatever the process has done until then."""
     for count in range(1, len(trace.database) + 1):
-        if not _is_run(program, words, Trace("", trace.database[:count])):
-            return f"Without what the process wrote, the model does not get past step {count}."
+        parts = [Trace("", trace.database[:count], trace.process[:some]) for some in range(len(trace.process) + 1)]
+        if not any(_is_run(program, words, part) for part in parts):
+            return f"The model does not get past step {count} of the database."
     return "What the database has committed is a run, but not together with what the process wrote."
 
 
