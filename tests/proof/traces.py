@@ -477,8 +477,7 @@ def _inserted(history: History, *tables: str) -> Iterator[Row]:
 def of_claim(history: History) -> list[Trace]:
     """The messages that the group `charge` has claimed: one trace for each. A claim is an actor of its own."""
     names = {row["message_id"]: name for row, name in _bodies(history)}
-    inserted = [change.row for change in history.changes if not change.is_delete]
-    claimed = {str(row["message_id"]) for row in inserted if "claimed_by" in row}
+    claimed = {str(row["message_id"]) for row in _inserted(history, "outbox_claim")}
     by_name = {names[message_id]: message_id for message_id in claimed}
     tokens = _tokens(history)
     steps: dict[str, list[Step]] = defaultdict(list)
@@ -498,6 +497,8 @@ def of_claim(history: History) -> list[Trace]:
         for change in transaction:
             row = change.row
             message_id = str(row.get("message_id"))
+            if change.is_delete and change.table != "outbox_claim":
+                continue
             if change.table == "shop_effect" and row["group"] == "charge":
                 finished[by_name.get(str(row["name"]), "")].append(change.table)
             elif message_id not in claimed or row.get("consumer_group") != "charge":
@@ -510,7 +511,7 @@ def of_claim(history: History) -> list[Trace]:
                 number = sum(step.word == "CLAIMED" for step in steps[message_id])
                 claims[message_id, str(row["token"])] = number
                 steps[message_id].append(Step("CLAIMED", number))
-            elif change.table == "outbox_step" and not change.is_delete and row["result"] is not None:
+            elif change.table == "outbox_step" and row["result"] is not None:
                 steps[message_id].append(Step("STORED", actor(message_id, "claim.in_step", "claim.after_step")))
         for message_id, tables in finished.items():
             who = actor(message_id, "claim.before_commit", "claim.after_commit")
