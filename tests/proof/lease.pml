@@ -84,6 +84,9 @@ acquire:
     :: from == N -> 
         /* Nothing to do, until a reset. */
         if :: generation != era -> goto acquire :: ended[me] -> goto acquire fi
+    :: from < N && (ended[me] || owner != me || mine != epoch) ->
+        /* It notices that its lease is over, whatever it does. */
+        goto lost
     :: from < N ->
         atomic { at = from; do :: at + 1 < N && at + 1 < from + SPAN -> at++ :: break od };
         if

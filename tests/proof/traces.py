@@ -74,8 +74,8 @@ class Trace:
     process: Sequence[Step] = ()
 
     def __str__(self) -> str:
-        """The steps of the database, a semicolon, and those of the process."""
-        return f"{', '.join(map(str, self.database))}; {', '.join(map(str, self.process))}"
+        """The steps of the database, and behind a semicolon those of the process, if there are any."""
+        return "; ".join(", ".join(map(str, steps)) for steps in (self.database, self.process) if steps)
 
     @staticmethod
     def read(about: str, text: str) -> Trace:
