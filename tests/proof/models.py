@@ -32,7 +32,7 @@ VARIANTS: Final[Mapping[str, Sequence[str]]] = {
 CORRECT: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(VARIANTS, ("",)),
     "ledger": ("", "AT_ONCE"),
-    # As the code does it. Without deaths, which are like lost leases here, it has not too many states.
+    # Offsets as the code stores them. With deaths, too, the search would take minutes.
     "lease": ("", "OFFSETS_LATER DEATHS=0"),
 }
 # Messages and transactions of the two models with the most states: quick, and in whole.
