@@ -206,6 +206,12 @@ PARTS: Final = (
             "django/test_unique_in_memory.py",
             "mistakes/",
             "oracle/",
+            "proof/recorded/",
+            "proof/recorded_points.py",
+            "proof/recorded_settings.py",
+            "proof/recording.py",
+            "proof/test_traces.py",
+            "proof/traces.py",
         ),
     ),
 )

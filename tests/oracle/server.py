@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psycopg
@@ -88,9 +88,11 @@ def _close(pair: tuple[socket.socket, socket.socket]) -> None:
 class Server:
     """The server, as faults see it."""
 
+    settings: Mapping[str, str] = SETTINGS
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.direct = embedded.server_url(folder, settings=SETTINGS)
+        self.direct = embedded.server_url(folder, settings=self.settings)
         info = conninfo_to_dict(self.direct)
         self._relay = Relay(Path(str(info["host"])) / f".s.PGSQL.{info.get('port') or 5432}")
         # What the project connects to. The faults and the checker have a way of their own.
@@ -114,7 +116,7 @@ class Server:
 
     def start(self) -> None:
         """Start it again after a crash."""
-        embedded.server_url(self.folder, settings=SETTINGS)
+        embedded.server_url(self.folder, settings=self.settings)
 
     def dump(self, names: list[str], folder: Path) -> None:
         """Dump databases, when the sessions of the project have come to rest."""

@@ -12,8 +12,29 @@
    Broken variants: STORED_BEFORE_CALL, STEP_WITHOUT_TOKEN, FINISH_WITHOUT_TOKEN, INBOX_AT_CLAIM, NO_RETURN,
    FINISH_APART. */
 
+#include "steps.pml"
+
+/* Steps that the database commits, each by the worker of a claim. STORED has the step. */
+#define CLAIMED 1
+#define STORED 2
+#define FINISHED 3
+/* In a trace, Reader is the first process. */
+#define ME (_pid - 1)
+
+#ifndef STEPS
 #define STEPS 2
+#endif
+#ifndef WORKERS
 #define WORKERS 2
+#endif
+/* How many workers die, and how many claims end by the clock. */
+#ifndef DEATHS
+#define DEATHS 2
+#endif
+#ifndef FREEZES
+#define FREEZES 2
+#endif
+#define HOLDS (token == mine && claimed)
 
 byte token = 0;                  /* of the newest claim */
 bool claimed = false, ended = false;
@@ -25,13 +46,14 @@ byte finished = 0;
 bool available = true;           /* a delivery of the message is due, or will be when the claim ends */
 byte deaths = 0, freezes = 0;
 
-inline may_die() { if :: atomic { deaths < 2 -> deaths++; goto die } :: skip fi }
+inline may_die() { if :: atomic { deaths < DEATHS -> deaths++; goto die } :: skip fi }
 
 active [WORKERS] proctype Worker() {
     byte mine = 0, step = 0, answer = 0, values[STEPS];
 again:
     /* Delivered: at first from its queue, later when the claim ends. */
-    atomic { available && !inbox && (!claimed || ended) ->
+    atomic { available && !inbox && (!claimed || ended) && NEXT(DATABASE, CLAIMED, ME, 0) ->
+        TAKE(DATABASE);
         token++; mine = token; claimed = true; ended = false;
 #ifdef INBOX_AT_CLAIM
         inbox = true;
@@ -48,7 +70,7 @@ again:
         :: answer != 0 -> skip
         :: else ->
 #ifdef STORED_BEFORE_CALL
-            atomic { if :: token == mine && claimed -> result[step] = calls[step] + 1 :: else -> goto refused fi };
+            atomic { if :: HOLDS -> result[step] = calls[step] + 1 :: else -> goto refused fi };
             may_die();
             atomic { calls[step]++; answer = calls[step]; called[step] = true };
 #else
@@ -56,7 +78,10 @@ again:
             may_die();
             atomic {
 #ifndef STEP_WITHOUT_TOKEN
-                if :: token == mine && claimed -> skip :: else -> goto refused fi;
+                if
+                :: HOLDS && NEXT(DATABASE, STORED, ME, step) -> TAKE(DATABASE)
+                :: !HOLDS -> goto refused
+                fi;
 #endif
                 assert(result[step] == 0 || finished == 0);
                 result[step] = answer; called[step] = true };
@@ -67,13 +92,16 @@ again:
     :: else -> break
     od;
 #ifdef FINISH_APART
-    atomic { if :: token == mine && claimed -> inbox = true :: else -> goto refused fi };
+    atomic { if :: HOLDS -> inbox = true :: else -> goto refused fi };
     may_die();
     atomic { finished++; claimed = false };
 #else
     atomic {
 #ifndef FINISH_WITHOUT_TOKEN
-        if :: token == mine && claimed -> skip :: else -> goto refused fi;
+        if
+        :: HOLDS && NEXT(DATABASE, FINISHED, ME, 0) -> TAKE(DATABASE)
+        :: !HOLDS -> goto refused
+        fi;
         inbox = true;
 #else
         inbox = true;
@@ -98,13 +126,15 @@ over:
 
 active proctype Clock() {
     do
-    :: atomic { freezes < 2 && claimed && !ended -> freezes++; ended = true }
+    :: atomic { freezes < FREEZES && claimed && !ended -> freezes++; ended = true }
     od
 }
 
+#ifndef TRACE
 active proctype Judge() {
     byte i;
     timeout;
     assert(inbox && finished == 1);
     for (i : 0 .. STEPS - 1) { assert(called[i] && calls[i] >= 1) }
 }
+#endif

@@ -8,27 +8,55 @@
    The effect and the inbox row of a message are one transaction, per generation of the group. A reset raises the
    generation and the epoch, and begins at offset 0 again: every message has its effect once more.
 
+   With -DOFFSETS_LATER, a consumer need not store an offset as soon as it could, and may store a lower one than it could:
+   it does so once for many messages, while its threads go on.
+
    Assumed: a primary key admits one inbox row. An offset is a row of its own; the newest one has the greatest (epoch,
    ordinal). The statement that stores it sees the lease at its start, so it may store with an epoch that has just ended.
 
    Broken variants: NO_INBOX, INBOX_APART, OFFSET_FIRST, NO_EPOCH (the last row written counts), GREATEST_FINISHED. */
 
+#include "steps.pml"
+
+/* Steps that the database commits. STORED has the offset, EFFECT the message. */
+#define ACQUIRED 1
+#define STORED 2
+#define EFFECT 3
+
 #ifndef N
 #define N 3
 #endif
-#define NOBODY 2
+#ifndef CONSUMERS
+#define CONSUMERS 2
+#endif
+/* How many messages a consumer handles at once, how many leases end by the clock, and how many consumers die. */
+#ifndef SPAN
+#define SPAN 2
+#endif
+#ifndef ENDS
+#define ENDS 2
+#endif
+#ifndef DEATHS
+#define DEATHS 1
+#endif
+#define NOBODY CONSUMERS
 #define BIT(x) (1 << (x))
-#define WINDOW (next - from < 2)
 
 byte owner = NOBODY, epoch = 0, generation = 0;
-bool ended[2];                        /* whether the lease of this consumer has ended by the clock */
-bool dead[2];
+bool ended[CONSUMERS];                /* whether the lease of this consumer has ended by the clock */
+bool dead[CONSUMERS];
 byte ends = 0, deaths = 0;
 
 byte newest_epoch = 0, newest_ordinal = 0, newest = 0;   /* the offset that counts */
 byte effects[2 * N];                  /* by generation and message */
 byte inbox = 0;                       /* set of generation and message */
 #define PLACE(g, m) ((g) * N + (m))
+
+#ifdef NO_INBOX
+#define IS_NEW true
+#else
+#define IS_NEW (!(inbox & BIT(PLACE(era, at))))
+#endif
 
 inline store(with, number, position) {
     if
@@ -46,7 +74,9 @@ proctype Consumer(byte me) {
     byte mine = 0, from = 0, next = 0, done = 0, ordinal = 0, era = 0, at = 0;
     bool holds;
 acquire:
-    atomic { owner == NOBODY || (owner != me && ended[owner]) || (owner == me && (ended[me] || mine != epoch)) ->
+    atomic { ((owner == NOBODY || (owner != me && ended[owner]) || (owner == me && (ended[me] || mine != epoch)))
+              && NEXT(DATABASE, ACQUIRED, me, 0)) ->
+        TAKE(DATABASE);
         owner = me; epoch++; mine = epoch; ended[me] = false;
         from = newest; done = 0; ordinal = 0; era = generation;
         at = 0 };
@@ -54,11 +84,11 @@ acquire:
     :: from == N -> 
         /* Nothing to do, until a reset. */
         if :: generation != era -> goto acquire :: ended[me] -> goto acquire fi
+    :: from < N && (ended[me] || owner != me || mine != epoch) ->
+        /* It notices that its lease is over, whatever it does. */
+        goto lost
     :: from < N ->
-        if
-        :: at = from
-        :: from + 1 < N -> at = from + 1
-        fi;
+        atomic { at = from; do :: at + 1 < N && at + 1 < from + SPAN -> at++ :: break od };
         if
         :: (done & BIT(at)) -> skip
         :: else ->
@@ -68,7 +98,7 @@ acquire:
 #ifdef INBOX_APART
             atomic { if :: inbox & BIT(PLACE(era, at)) -> holds = false
                         :: else -> inbox = inbox | BIT(PLACE(era, at)); holds = true fi };
-            if :: deaths < 1 -> deaths++; goto die :: skip fi;
+            if :: deaths < DEATHS -> deaths++; goto die :: skip fi;
             atomic { if :: holds -> effects[PLACE(era, at)]++ :: else -> skip fi };
 #else
             holds = !ended[me] && owner == me && mine == epoch;
@@ -77,17 +107,14 @@ acquire:
             :: holds -> skip
             :: else -> goto lost
             fi;
-            if :: deaths < 1 -> deaths++; goto die :: skip fi;
+            if :: deaths < DEATHS -> deaths++; goto die :: skip fi;
             atomic { if
-#ifdef NO_INBOX
-            :: true ->
-#else
-            :: !(inbox & BIT(PLACE(era, at))) ->
-#endif
+            :: IS_NEW && NEXT(DATABASE, EFFECT, me, at) ->
+                TAKE(DATABASE);
                 inbox = inbox | BIT(PLACE(era, at));
                 effects[PLACE(era, at)]++;
                 assert(effects[PLACE(era, at)] == 1)
-            :: else -> skip
+            :: !IS_NEW -> skip
             fi };
 #endif
             done = done | BIT(at)
@@ -96,13 +123,24 @@ acquire:
 #ifdef GREATEST_FINISHED
         atomic { if :: done & BIT(at) -> next = at + 1 :: else -> next = from fi };
 #else
-        atomic { next = from; do :: next < N && (done & BIT(next)) -> next++ :: else -> break od };
+        atomic { next = from; do
+            :: next < N && (done & BIT(next)) -> next++
+#ifdef OFFSETS_LATER
+            :: break
+#else
+            :: else -> break
+#endif
+            od };
 #endif
         if
         :: next > from ->
             /* The statement reads the lease, and then stores. */
             holds = owner == me && mine == epoch;
-            atomic { if :: holds -> store(mine, ordinal + 1, next); ordinal++; from = next :: else -> skip fi };
+            atomic { if
+            :: holds && NEXT(DATABASE, STORED, me, next) ->
+                TAKE(DATABASE); store(mine, ordinal + 1, next); ordinal++; from = next
+            :: !holds -> skip
+            fi };
             if :: holds -> skip :: else -> goto lost fi
         :: else -> skip
         fi
@@ -120,17 +158,16 @@ lost:
 /* The lease of the owner ends: it was frozen, or cut off. */
 active proctype Clock() {
     do
-    :: atomic { ends < 2 && owner != NOBODY && !ended[owner] -> ends++; ended[owner] = true }
+    :: atomic { ends < ENDS && owner != NOBODY && !ended[owner] -> ends++; ended[owner] = true }
     od
 }
 
+#ifndef TRACE
 active proctype Operator() {
     atomic { generation == 0 ->
         generation = 1; epoch++; owner = NOBODY;
         newest_epoch = epoch; newest_ordinal = 0; newest = 0 }
 }
-
-init { atomic { run Consumer(0); run Consumer(1) } }
 
 active proctype Judge() {
     byte m;
@@ -139,4 +176,10 @@ active proctype Judge() {
         assert(effects[PLACE(generation, m)] == 1);
         assert(effects[PLACE(1 - generation, m)] <= 1)
     }
+}
+#endif
+
+init {
+    byte i;
+    atomic { for (i : 0 .. CONSUMERS - 1) { run Consumer(i) }; i = 0 }
 }

@@ -7,12 +7,31 @@
    ledger row (-DAT_ONCE; by default after it).
 
    Assumed: a primary key admits one row, and an INSERT waits for an open row of the same key. The broker keeps a stored
-   half message. What UNKNOWN means to the operator is outside of the model: `parked` stands for it.
+   half message. The server tells its client whether a transaction was aborted. What UNKNOWN means to the operator is
+   outside of the model: `parked` stands for it.
 
    Broken variants: NO_BARRIER, NO_TOMBSTONE (with AT_ONCE), BLIND_END, ROLLBACK_FOR_ABSENT, PRUNED_UNDECIDED,
    NO_PRUNED_BEFORE, HALF_AFTER_COMMIT.
 
    Deciders never contradict each other here: nothing fails if the broker lets the last decision win. */
+
+#include "steps.pml"
+
+/* Steps that the database commits. DECIDED has the decider and whether it is COMMIT. */
+#define HALF 1
+#define COMMITTED 2
+#define TOMBSTONE 3
+#define DECIDED 4
+#define PARKED 5
+#define PRUNED 6
+#define RESTORED 7
+/* Steps that the client writes down. REPORTED has whether it is COMMIT. */
+#define ROW 1
+#define ANSWERED 2
+#define REPORTED 3
+
+#define PRODUCER 0
+#define CHECK 1
 
 mtype = { absent, open, present, tombstone };      /* the ledger row */
 mtype = { undecided, commit, rollback };           /* the decision in the broker */
@@ -36,11 +55,15 @@ bool restored = false;
 #define READS_COMMITTED (row == present)
 #endif
 
-inline decide(what) {
+/* The server says so of a transaction that has ended, and of no other. */
+#define READS_ABORTED (transaction == over && !committed)
+
+inline decide(what, who) {
     atomic { if
-    :: half && decision == undecided ->
+    :: half && decision == undecided && NEXT(DATABASE, DECIDED, who, (what == commit)) ->
+        TAKE(DATABASE);
         assert(what != commit || committed); assert(what != rollback || !committed); decision = what
-    :: else -> skip
+    :: !(half && decision == undecided) -> skip
     fi }
 }
 
@@ -56,10 +79,11 @@ active proctype Session() {
         sent = idle }
     :: atomic { sent == end_commit ->
         if
-        :: transaction == running && row == open ->
+        :: transaction == running && row == open && NEXT(DATABASE, COMMITTED, 0, 0) ->
+            TAKE(DATABASE);
             assert(decision != rollback);
             row = present; committed = true
-        :: else -> roll_back()
+        :: !(transaction == running && row == open) -> roll_back()
         fi;
         transaction = over; sent = idle }
     :: atomic { sent == end_rollback -> roll_back(); transaction = over; sent = idle }
@@ -79,9 +103,10 @@ active proctype Client() {
     sent = insert;
     sent == idle;
     if :: transaction == failed -> goto give_up :: else -> skip fi;
+    atomic { NEXT(PROCESS, ROW, 0, 0) -> TAKE(PROCESS) };
     if :: goto die :: skip fi;
 #ifndef HALF_AFTER_COMMIT
-    half = true;
+    atomic { NEXT(DATABASE, HALF, 0, 0) -> TAKE(DATABASE); half = true };
 #endif
 #endif
     if :: goto die :: sent == idle fi;
@@ -89,29 +114,37 @@ active proctype Client() {
     /* A statement of the business work may fail, and the code may swallow the error. */
     if :: goto die :: transaction = failed :: skip fi;
     if
-    :: sent = end_rollback; goto stop
+    :: goto give_up
     :: sent = end_commit
     fi;
     /* The client dies, loses the connection, or gets the answer. */
     if
     :: goto die
     :: gone = true; knows = false
-    :: sent == idle
+    :: atomic { sent == idle && NEXT(PROCESS, ANSWERED, 0, 0) -> TAKE(PROCESS) }
     fi;
 #ifdef HALF_AFTER_COMMIT
     half = true;
 #endif
     /* After COMMIT, the client reads the row: only a committed row is visible. */
     if
-    :: READS_COMMITTED -> end_message = commit
+    :: atomic { READS_COMMITTED && NEXT(PROCESS, REPORTED, 0, 1) -> TAKE(PROCESS); end_message = commit }
 #ifdef ROLLBACK_FOR_ABSENT
     :: row != present -> end_message = rollback
 #endif
-    :: else -> skip
+    :: !READS_COMMITTED -> goto ask
     fi;
     goto stop;
 give_up:
-    sent = end_rollback; goto stop;
+    sent = end_rollback;
+    sent == idle;
+ask:
+    /* The client may ask the server how its transaction has ended. */
+    if
+    :: atomic { READS_ABORTED && NEXT(PROCESS, REPORTED, 0, 0) -> TAKE(PROCESS); end_message = rollback }
+    :: skip
+    fi;
+    goto stop;
 die:
     gone = true;
 stop:
@@ -121,7 +154,7 @@ stop:
 /* The end message arrives at some time or never. */
 active proctype Wire() {
     end_message != undecided;
-    if :: decide(end_message) :: skip fi
+    if :: decide(end_message, PRODUCER) :: skip fi
 }
 
 active [2] proctype Checker() {
@@ -142,11 +175,13 @@ active [2] proctype Checker() {
                 :: row == present -> answer = commit
                 :: row == tombstone -> answer = rollback
 #ifndef NO_PRUNED_BEFORE
-                :: row == absent && pruned_before -> parked = true
-                :: row == absent && !pruned_before -> answer = rollback;
+                :: row == absent && pruned_before && NEXT(DATABASE, PARKED, 0, 0) -> TAKE(DATABASE); parked = true
+                :: row == absent && !pruned_before && NEXT(DATABASE, TOMBSTONE, 0, 0) ->
 #else
-                :: row == absent -> answer = rollback;
+                :: row == absent && NEXT(DATABASE, TOMBSTONE, 0, 0) ->
 #endif
+                    TAKE(DATABASE);
+                    answer = rollback;
 #ifndef NO_TOMBSTONE
                     row = tombstone
 #endif
@@ -154,7 +189,7 @@ active [2] proctype Checker() {
 #endif
         fi;
         /* A checker that dies here loses its answer; the check is due again. */
-        if :: answer != undecided -> decide(answer) :: skip fi
+        if :: answer != undecided -> decide(answer, CHECK) :: skip fi
     od
 }
 
@@ -171,9 +206,9 @@ active proctype Pruning() {
     decision != undecided;
 #endif
 #if defined(AT_ONCE) && !defined(PRUNED_TOMBSTONES)
-    atomic { row == present -> row = absent };
+    atomic { row == present && NEXT(DATABASE, PRUNED, 0, 0) -> TAKE(DATABASE); row = absent };
 #else
-    atomic { row == present || row == tombstone -> row = absent };
+    atomic { (row == present || row == tombstone) && NEXT(DATABASE, PRUNED, 0, 0) -> TAKE(DATABASE); row = absent };
 #endif
 end_pruning:
     skip
@@ -181,9 +216,11 @@ end_pruning:
 
 /* The broker is restored once, from a dump that has the half message and no decision. */
 active proctype Restore() {
-    atomic { half && decision != undecided && end_message != rollback -> decision = undecided; restored = true }
+    atomic { half && decision != undecided && NEXT(DATABASE, RESTORED, 0, 0) ->
+        TAKE(DATABASE); decision = undecided; restored = true }
 }
 
+#ifndef TRACE
 active proctype Judge() {
     timeout;
     assert(!committed || half);
@@ -194,3 +231,4 @@ active proctype Judge() {
 #endif
     assert(!half || decision != undecided || parked);
 }
+#endif

@@ -13,6 +13,13 @@
    Broken variants: ID_CURSOR, NO_LIST (a horizon without the list of transactions in progress), NO_TICK_KEY,
    TICK_APART, NO_LIFE. */
 
+#include "steps.pml"
+
+/* Steps that the database commits. COMMITTED has the transaction. TICK has two sets of transactions, as sums of 1, 2
+   and 4: those whose decisions it has appended, and those that its snapshot shows. */
+#define COMMITTED 1
+#define TICK 2
+
 #ifndef N
 #define N 3
 #endif
@@ -45,6 +52,12 @@ inline flush() {
     disk.end = now.end; disk.offset = now.offset; disk.life = now.life
 }
 
+#ifdef NO_TICK_KEY
+#define IS_NEXT (mine == session)
+#else
+#define IS_NEXT (mine == session && now.tick == at)
+#endif
+
 inline append(found) {
     for (i : 1 .. N) {
         if
@@ -62,14 +75,19 @@ active [N] proctype Transaction() {
     atomic { xid = next_xid; next_xid++; running = running | BIT(xid) }
     atomic { id_of[xid] = next_id; next_id++ }
     if
-    :: atomic { running = running & ~BIT(xid); committed = committed | BIT(xid); flush() }
+    ::
+#ifdef TRACE
+        /* Others see a commit a moment after it is in the log of the server. */
+        atomic { NEXT(DATABASE, COMMITTED, 0, xid) -> TAKE(DATABASE) };
+#endif
+        atomic { running = running & ~BIT(xid); committed = committed | BIT(xid); flush() }
     :: atomic { running = running & ~BIT(xid) }
     :: atomic { crashed -> running = running & ~BIT(xid) }
     fi
 }
 
 active [2] proctype Leader() {
-    byte mine, at, xmax, list, found, last, i, j;
+    byte mine, at, xmax, list, found, last, seen, i, j;
     do
     :: /* The snapshot of the tick: what it reads belongs to one moment. */
         atomic { READS(1) || READS(2) || READS(3) ->
@@ -82,7 +100,10 @@ active [2] proctype Leader() {
                 :: else -> skip
                 fi
             }
-            i = 0
+            i = 0;
+#ifdef TRACE
+            seen = committed
+#endif
         };
 #ifdef TICK_APART
         atomic { if :: mine == session -> append(found) :: else -> skip fi };
@@ -91,19 +112,17 @@ active [2] proctype Leader() {
         /* COMMIT: the row of the tick has the next number, so the second leader collides. */
         atomic {
             if
-#ifdef NO_TICK_KEY
-            :: mine == session ->
-#else
-            :: mine == session && now.tick == at ->
-#endif
+            :: IS_NEXT && NEXT(DATABASE, TICK, found >> 1, seen >> 1) ->
+                TAKE(DATABASE);
                 append(found); now.tick++; now.xmax = xmax; now.list = list; now.last_id = last
-            :: else -> skip
+            :: !IS_NEXT -> skip
             fi
         }
 #endif
     od
 }
 
+#ifndef TRACE
 active proctype Consumer() {
     byte next = 0, life = 0, mine = 0, message;
     do
@@ -154,3 +173,4 @@ active proctype Judge() {
         assert((committed & BIT(i)) || effects[i] == 0)
     }
 }
+#endif
