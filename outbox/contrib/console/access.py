@@ -134,6 +134,9 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
             f"The database did not answer within {SECONDS:.0f} s. Nothing was done. Name a topic, a shorter time, or "
             f"fewer messages.\n{said}"
         )
+    elif isinstance(driver, psycopg.errors.InsufficientPrivilege):
+        title = "The login of this process lacks a right"
+        said += "\nNothing was done. To read, the pages need the role watch; their actions need the role work."
     elif isinstance(error, DatabaseError):
         title = "The application's database did not answer"
         said += "\nIf a table is missing, run `manage.py migrate`."
