@@ -443,9 +443,11 @@ def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(
     _connect_as(logins[Role.PUBLISH])
     with pytest.raises(CommandError, match="lacks a right"):
         call_command("outbox_status", "--probe")
-    for view in ("health", "status"):
+    for view in ("health", "status", *(["metrics"] if has("prometheus") else [])):
         answer = _CLIENT[0].get(f"/outbox/{view}/")
         assert answer.status_code == 503 and "lacks a right" in answer.content.decode()
+    if has("console"):
+        assert "The login of this process lacks a right" in _CLIENT[0].get("/outbox/").content.decode()
     _connect_as(logins[Role.WATCH])
     with pytest.raises(CommandError, match="If a right is missing, use the login of a worker"):
         call_command("outbox_group", "pause", "effects", "--no-input")

@@ -95,6 +95,8 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
     except (ConfigurationError, InvalidSubscription) as error:
+        if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+            return _unanswered(request, error)
         return problem(request, "The settings or the code of this project are wrong", str(error), status=500)
     except UsageError as error:
         return problem(request, "This is not possible", str(error), status=400)
