@@ -24,6 +24,9 @@ OUTBOX: dict[str, Any] = {
     "HEALTH_ADDRESS": os.environ.get("HEALTH_ADDRESS"),
     "HEALTH_DIRECTORY": os.environ.get("HEALTH_DIRECTORY"),
 }
+# Behind a pooler: the worker's login, straight to the broker's server. Only workers and `outbox_doctor` need it.
+if "LISTEN_URL" in os.environ:
+    OUTBOX["LISTEN_URL"] = os.environ["LISTEN_URL"]
 # Prometheus asks from another machine, so it needs the token.
 if "STATUS_TOKEN" in os.environ:
     OUTBOX["STATUS_TOKEN"] = os.environ["STATUS_TOKEN"]

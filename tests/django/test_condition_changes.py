@@ -110,7 +110,7 @@ def test_a_change_is_reported_once_by_several_processes(
     records = [(one.levelname, one.getMessage()) for one in caplog.records if "stalled (saga a)" in one.getMessage()]
     assert [level for level, _ in records] == ["WARNING", "ERROR", "INFO"]
     assert records[0][1] == (
-        f"condition saga_stalled (saga a): {stalled('a', 'b').text} What to do: {stalled('a').next_step}"
+        f"condition saga_stalled (saga a): {stalled('a').text} What to do: {stalled('a').next_step}"
     )
     assert records[2][1].startswith("condition saga_stalled (saga a) is over; it held since ")
 

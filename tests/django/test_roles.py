@@ -20,12 +20,14 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.db.utils import ProgrammingError
 from django.test import Client
+from psycopg.conninfo import make_conninfo
 
 from outbox import Delivery
 from outbox.broker.schema import grants, install
 from outbox.broker.schema.grants import Role
 from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
+from outbox.contrib.django.database import aliases
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.engine.broker import flush, get_broker
@@ -113,7 +115,7 @@ def _command(*arguments: str) -> Callable[[], None]:
         with contextlib.suppress(SystemExit):
             call_command(*arguments, stdout=out, stderr=out, no_color=True)
         # A command that reports conditions names the error as one of them.
-        if "permission denied" in out.getvalue():
+        if "permission denied" in out.getvalue() or "was not examined" in out.getvalue():
             raise NotAllowed(out.getvalue())
 
     return call
@@ -382,6 +384,77 @@ def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, st
     lacking = {one["name"]: one["next_step"] for one in json.loads(out.getvalue())}
     assert 'GRANT INSERT ON outbox.commit_log TO "outbox_test_watch";' in lacking["rights to work"]
     assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
+
+
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
+def test_the_doctor_warns_of_a_publisher_with_rights_on_tables_of_the_application(logins: dict[Role, str]) -> None:
+    """Such rights come with `GRANT … ON ALL TABLES`. The printed statements take them back, and no others."""
+    name = logins[Role.PUBLISH]
+    for table in ("outbox_ledger", "outbox_inbox", "outbox_key_lock"):
+        _as_owner(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {name}", "default")
+    _connect_as(name)
+    [found] = [one for one in _examined("publish") if one["severity"] != "ok"]
+    assert (found["name"], found["severity"]) == ("rights beyond publish on 'default'", "warning")
+    assert "UPDATE, DELETE on outbox_ledger" in found["meaning"] and "SELECT" in found["meaning"]
+    for statement in found["next_step"].partition(": ")[2].rstrip(";").split("; "):
+        _as_owner(statement, "default")
+    assert [one for one in _examined("publish") if one["severity"] != "ok"] == []
+    _in_transaction()
+
+
+def _examined(*role: str) -> list[dict[str, Any]]:
+    """The findings of the doctor, for this role or without `--for`."""
+    out = StringIO()
+    with contextlib.suppress(SystemExit):
+        call_command("outbox_doctor", *(["--for", *role] if role else []), "--json", stdout=out)
+    found: list[dict[str, Any]] = json.loads(out.getvalue())
+    return found
+
+
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
+def test_the_doctor_does_not_offer_the_rights_of_a_worker_to_a_publisher_or_a_reader(logins: dict[Role, str]) -> None:
+    _connect_as(logins[Role.PUBLISH])
+    found = {one["name"]: one for one in _examined()}
+    assert "GRANT" not in str(found)
+    assert found["rights to publish"]["severity"] == "ok"
+    assert [name for name, one in found.items() if one["severity"] != "ok"] == ["broker"]
+    assert found["broker"]["severity"] == "warning" and "login of a worker" in found["broker"]["next_step"]
+    _connect_as(logins[Role.WATCH])
+    found = {one["name"]: one for one in _examined()}
+    assert found["grants"]["severity"] == "ok" and "to watch" in found["grants"]["meaning"]
+
+
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
+def test_an_upgrade_uses_the_login_of_the_alias_also_if_listen_url_has_that_of_a_worker(
+    logins: dict[Role, str], outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run of tests does not use LISTEN_URL, which names the database of the settings.
+    monkeypatch.setattr(aliases, "running_tests", lambda: False)
+    outbox_settings(LISTEN_URL=make_conninfo(alias_conninfo(get_settings().broker), user=logins[Role.WORK]))
+    _connect_as(logins[Role.OWN])
+    _upgrade()
+    _connect_as(logins[Role.WATCH])
+    with pytest.raises(CommandError, match="were not changed"):
+        _upgrade()
+
+
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
+def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(logins: dict[Role, str]) -> None:
+    _connect_as(logins[Role.PUBLISH])
+    with pytest.raises(CommandError, match="lacks a right"):
+        call_command("outbox_status", "--probe")
+    for view in ("health", "status", *(["metrics"] if has("prometheus") else [])):
+        answer = _CLIENT[0].get(f"/outbox/{view}/")
+        assert answer.status_code == 503 and "lacks a right" in answer.content.decode()
+    if has("console"):
+        assert "The login of this process lacks a right" in _CLIENT[0].get("/outbox/").content.decode()
+    _connect_as(logins[Role.WATCH])
+    with pytest.raises(CommandError, match="If a right is missing, use the login of a worker"):
+        call_command("outbox_group", "pause", "effects", "--no-input")
+    if has("console"):
+        form = {"group": "effects", "confirmed": "yes", "why": "a test"}
+        page = _CLIENT[0].post("/outbox/act/pause/", form).content.decode()
+        assert "The login of this process lacks a right" in page and "need the role work" in page
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)

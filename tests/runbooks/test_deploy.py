@@ -193,6 +193,12 @@ def test_all_workers_read_one_list_of_erasures(monkeypatch: pytest.MonkeyPatch) 
     assert (settings["ERASURE_LIST"], settings["ERASURE_SECRET"]) == (place, "secret")
 
 
+def test_the_direct_address_behind_a_pooler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "LISTEN_URL" not in settings_of(monkeypatch)
+    direct = "postgresql://worker@db/broker"
+    assert settings_of(monkeypatch, LISTEN_URL=direct)["LISTEN_URL"] == direct
+
+
 def test_the_keys_of_subjects_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KEY_DATABASE" not in settings_of(monkeypatch)
     keys = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]

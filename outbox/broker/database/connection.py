@@ -35,8 +35,9 @@ from outbox.utils.safe_text import MASK
 
 
 _REMEDY: Final = (
-    "write it as postgresql://user:password@host:5432/database, with %40 for @, %2F for / and %3A for : in user and "
-    "password."
+    # The last @ of a text ends what `mask_passwords` hides, so the URL comes last.
+    "in user and password, write %40 for @, %2F for / and %3A for :, as in "
+    "postgresql://user:password@host:5432/database."
 )
 _SECRET: Final = re.compile(r"password|secret|scram_.*_key")
 # libpq's errors quote parts of the connection string, and such a part may belong to the password.
@@ -200,6 +201,14 @@ class BrokerDatabase:
         """
         return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
+    def connect_as_owner(self) -> psycopg.Connection[TupleRow]:
+        """Open a connection that changes the tables, with the login of `conninfo`. Raises BrokerUnavailable.
+
+        It is direct only if LISTEN_URL has the same login: with roles, it has that of a worker, which owns no table.
+        """
+        listener, own = (conninfo_to_dict(text).get("user") for text in (self.direct_conninfo, self.conninfo))
+        return self.connect(name="outbox-install", direct=listener == own)
+
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
         """Do the same as `connect`, but return a connection that also accepts deadlines."""
         try:
@@ -209,7 +218,7 @@ class BrokerDatabase:
                 connect_timeout=max(1, round(timeout_seconds)),
             )
         except psycopg.OperationalError as error:
-            raise _unreachable(error) from error
+            raise _unreachable(error, listens=direct and bool(self.listen_conninfo)) from error
         if self.names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
             # Without `prepare_threshold = None`, psycopg would prepare a statement on its sixth execution, or at once
             # with prepare=True.
@@ -250,7 +259,8 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
     return row == (connection.info.backend_pid,)
 
 
-def _unreachable(error: psycopg.Error) -> BrokerUnavailable:
+def _unreachable(error: psycopg.Error, *, listens: bool = False) -> BrokerUnavailable:
+    """Return the error of a connection that was not opened; `listens`: its address is LISTEN_URL."""
     # libpq puts its hints on separate lines, but a table shows only the first line.
     said = " ".join(str(error).split()).rstrip("?.")
     if is_refused(error):
@@ -258,9 +268,10 @@ def _unreachable(error: psycopg.Error) -> BrokerUnavailable:
             f"the broker's database refuses another connection: {said}. Nothing was published; let processes open "
             "fewer sessions, or raise the limit (`manage.py outbox_doctor` adds up the sessions)."
         )
+    settings = "LISTEN_URL" if listens else "the broker's connection settings"
     return BrokerUnavailable(
-        f"the broker's database cannot be reached: {said}. Nothing was published; "
-        f"check the broker's connection settings and that its PostgreSQL runs."
+        f"the broker's database cannot be reached: {said}. Nothing was published; check {settings} and that its "
+        "PostgreSQL runs."
     )
 
 

@@ -141,11 +141,17 @@ def _timeouts(run: Executor) -> Iterator[Condition]:
     yield of_check("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
-def _grants(run: Executor, subject: str = "grants") -> Condition:
-    """Check the grants of this connection's role."""
+def _grants(run: Executor, subject: str = "grants", *, is_for_workers: bool = False) -> Condition:
+    """Check the grants of this connection's role. Without `is_for_workers`, it may also be a role that only reads."""
     missing = grants.missing_rights(run, grants.Role.WORK)
     if not missing:
         return of_text(subject, Severity.OK, "complete")
+    lesser = grants.lesser_role(run)
+    if lesser is grants.Role.WATCH and not is_for_workers and not grants.missing_rights(run, lesser):
+        return of_text(subject, Severity.OK, "complete to watch; a worker needs another login")
+    if lesser is not None:
+        text = f"the login is a member of {grants.role_name(run.schema, lesser)}, which cannot work"
+        return of_text(subject, Severity.CRITICAL, text, "Connect with the login of a worker.")
     lacking: dict[str, list[str]] = {}
     for one in missing:
         name = one.subject.partition(" ")[2].partition("(")[0].removeprefix(f"{run.schema}.")
@@ -184,7 +190,7 @@ def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
     subject = "grants of LISTEN_URL"
     try:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
-            yield _grants(Executor(connection, database.schema), subject)
+            yield _grants(Executor(connection, database.schema), subject, is_for_workers=True)
     except (BrokerUnavailable, psycopg.Error) as error:
         remedy = (
             "Correct OUTBOX['LISTEN_URL'], or allow the role in this URL to connect: without this connection, no "

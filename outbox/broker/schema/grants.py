@@ -270,6 +270,7 @@ FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
 ORDER BY 1, 3
 """)
 _USER: Final = Statement("SELECT current_user::text, has_schema_privilege(%(schema)s, 'USAGE')")
+_IS_MEMBER: Final = Statement("SELECT coalesce(pg_has_role(to_regrole(quote_ident(%(role)s)), 'USAGE'), false)")
 _MAY_PUBLISH: Final = Statement("""
 SELECT has_table_privilege('{schema}.op_log', 'INSERT')
        OR EXISTS (SELECT FROM {schema}.publisher
@@ -342,6 +343,17 @@ def _missing(me: str, kind: str, name: str, right: str, columns: str) -> Missing
     of = f" ({', '.join(columns.split())})" if columns else ""
     word = "" if kind in ("TABLE", "VIEW") else f"{kind} "
     return MissingRight(f"{kind.lower()} {name}", f"{right}{of}", f"GRANT {right}{of} ON {word}{name} TO {me}")
+
+
+def lesser_role(run: Executor) -> Role | None:
+    """Return watch or publish if the connected role is a member of it and cannot work; else None."""
+    if not missing_rights(run, Role.WORK):
+        return None
+    for role in (Role.OWN, Role.WORK, Role.WATCH, Role.PUBLISH):
+        [is_member] = run.one(_IS_MEMBER, {"role": role_name(run.schema, role)})
+        if is_member:
+            return role if role in (Role.WATCH, Role.PUBLISH) else None
+    return None
 
 
 def excess_rights(run: Executor) -> list[str]:

@@ -42,7 +42,7 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         return ConfigurationError(
             f"{what}: not done, the role of the broker's alias lacks a right in schema {schema!r}: {said}. `manage.py "
             f"outbox_doctor --for publish` (or work, watch, own) names the missing rights and the statements that "
-            f"grant them. Or connect as the owner of the tables."
+            f"grant them. If the login shall only publish, use the login of a worker for this."
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(

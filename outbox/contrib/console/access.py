@@ -95,6 +95,8 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
     except (ConfigurationError, InvalidSubscription) as error:
+        if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+            return _unanswered(request, error)
         return problem(request, "The settings or the code of this project are wrong", str(error), status=500)
     except UsageError as error:
         return problem(request, "This is not possible", str(error), status=400)
@@ -134,6 +136,9 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
             f"The database did not answer within {SECONDS:.0f} s. Nothing was done. Name a topic, a shorter time, or "
             f"fewer messages.\n{said}"
         )
+    elif isinstance(driver, psycopg.errors.InsufficientPrivilege):
+        title = "The login of this process lacks a right"
+        said += "\nNothing was done. To read, the pages need the role watch; their actions need the role work."
     elif isinstance(error, DatabaseError):
         title = "The application's database did not answer"
         said += "\nIf a table is missing, run `manage.py migrate`."

@@ -17,6 +17,7 @@ from django.views.decorators.http import require_safe
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.operations.watching import is_authorized, look, probe
+from outbox.errors import ConfigurationError
 
 # The permission that a user needs to see the state of the broker.
 SEE: Final = "outbox.view_operations"
@@ -78,12 +79,15 @@ def health(request: HttpRequest) -> HttpResponse:
 
     Every client gets an answer. The answer contains the problems only if the client may see the status.
     """
-    with deadline.within(SECONDS):
-        found = probe()
-    body: dict[str, object] = {"healthy": found.is_healthy}
+    try:
+        with deadline.within(SECONDS):
+            problems = list(probe().problems)
+    except ConfigurationError as error:
+        problems = [str(error)]
+    body: dict[str, object] = {"healthy": not problems}
     if may_see(request):
-        body["problems"] = list(found.problems)
-    return JsonResponse(body, status=200 if found.is_healthy else 503)
+        body["problems"] = problems
+    return JsonResponse(body, status=503 if problems else 200)
 
 
 @with_headers
@@ -95,8 +99,11 @@ def status(request: HttpRequest) -> HttpResponse:
     """
     if not may_see(request):
         return JsonResponse({"error": REFUSED}, status=403)
-    with deadline.within(SECONDS):
-        found = look()
+    try:
+        with deadline.within(SECONDS):
+            found = look()
+    except ConfigurationError as error:
+        return JsonResponse({"error": str(error)}, status=503)
     return JsonResponse(found.as_json(), status=503 if found.verdict.severity is Severity.CRITICAL else 200)
 
 

@@ -8,6 +8,7 @@ from django.views.decorators.http import require_safe
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.views import REFUSED, SECONDS, may_see, with_headers
 from outbox.contrib.prometheus.serving import answer
+from outbox.errors import ConfigurationError
 
 
 @with_headers
@@ -20,6 +21,9 @@ def metrics(request: HttpRequest) -> HttpResponse:
     """
     if not may_see(request):
         return HttpResponse(f"{REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
-    with deadline.within(SECONDS):
-        content_type, text = answer()
+    try:
+        with deadline.within(SECONDS):
+            content_type, text = answer()
+    except ConfigurationError as error:
+        return HttpResponse(f"{error}\n", status=503, content_type="text/plain; charset=utf-8")
     return HttpResponse(text, content_type=content_type)

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerDatabase, read_conninfo
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.utils.safe_text import mask_passwords
 
 MALFORMED = [
     "postgresql://shop:hunter2",
@@ -93,3 +95,18 @@ def test_what_is_in_order_is_read() -> None:
     ]
     for text in cases:
         read_conninfo(text, "it")
+
+
+def test_the_advice_about_a_connection_string_is_readable_after_passwords_are_masked() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_conninfo("127.0.0.1:5499", "it")
+    shown = mask_passwords(str(refused.value))
+    assert "%40 for @, %2F for / and %3A for :, as in postgresql://user:***@host:5432/database" in shown
+
+
+def test_the_error_of_a_direct_connection_names_listen_url(database: BrokerDatabase) -> None:
+    away = make_conninfo(database.conninfo, host="/nowhere")
+    with pytest.raises(BrokerUnavailable, match="check LISTEN_URL and that"):
+        BrokerDatabase(database.conninfo, listen_conninfo=away).open(direct=True)
+    with pytest.raises(BrokerUnavailable, match="check the broker's connection settings and that"):
+        BrokerDatabase(away).open(direct=True)

@@ -99,7 +99,8 @@ def _stored_or_logged(entry: OperatorAction) -> None:
         if entry.ended_at is None and (isinstance(error, ProgrammingError) or "no such table" in said):
             raise UsageError(
                 f"{entry.action}: the audit of operator actions cannot be written, so nothing was done: {said}. If the "
-                "table outbox_operator_action is missing, run `manage.py migrate`."
+                "table outbox_operator_action is missing, run `manage.py migrate`. If a right is missing, use the "
+                "login of a worker."
             ) from error
         names = ("at", "who", "why", "action", "subject", "effect", "before", "after", "outcome", "ended_at")
         line = _plain({name: getattr(entry, name) for name in names})

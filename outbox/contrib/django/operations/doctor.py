@@ -14,6 +14,7 @@ from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import unusable
+from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
@@ -45,7 +46,10 @@ def examine() -> list[Condition]:
 
     If the broker does not answer, one of the results says so.
     """
-    found = list(_system_checks())
+    of_publisher = _as_publisher()
+    found = list(_system_checks(reads_databases=not of_publisher))
+    if of_publisher:
+        return [*found, *of_publisher]
     try:
         settings = get_settings()
         found += _ledgers()
@@ -69,9 +73,26 @@ def examine() -> list[Condition]:
     return found
 
 
-def _system_checks() -> Iterator[Condition]:
-    """Return the messages of `manage.py check` about outbox; the checks that read databases are included."""
-    aliases = {*ledger_aliases(), *_broker_alias()}
+def _as_publisher() -> list[Condition]:
+    """Return the results for a login that may only publish and so cannot read the broker's tables; none for others."""
+    try:
+        if known_conditions.observer() is not None:
+            return []
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            if grants.lesser_role(run) is not Role.PUBLISH:
+                return []
+            text = "was not examined: this login only publishes, and cannot read the broker's tables"
+            remedy = "Run `outbox_doctor` with the login of a worker."
+            return [*check_rights(run, Role.PUBLISH), of_text("broker", Severity.WARNING, text, remedy)]
+    except (OutboxError, DatabaseError):
+        # The examination reports the error itself.
+        return []
+
+
+def _system_checks(*, reads_databases: bool) -> Iterator[Condition]:
+    """Return the messages of `manage.py check` about outbox, if `reads_databases` also of those that read databases."""
+    aliases = {*ledger_aliases(), *_broker_alias()} if reads_databases else set[str]()
     found = [*checks.check_settings(), *check_databases(databases=aliases)]
     messages = [message for message in found if not message.is_silenced()]
     for message in messages:
@@ -82,7 +103,7 @@ def _system_checks() -> Iterator[Condition]:
             message.hint or "Do what the text of this check says.",
         )
     if not messages:
-        yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
+        yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases)) or 'no database'}")
 
 
 def _severity_of(level: int) -> Severity:

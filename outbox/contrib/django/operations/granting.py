@@ -48,7 +48,7 @@ class DatabaseGrants:
 
 def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> list[DatabaseGrants]:
     """Return the statements that `grant` would execute, in the broker's database and in each application database."""
-    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+    with broker_database(settings).connect_as_owner() as connection:
         check_schema(connection, settings.schema)
         run = Executor(connection, settings.schema)
         found = [DatabaseGrants(settings.broker, grants.plan(run, _logins(settings, members)))]
@@ -77,7 +77,7 @@ def grant(
     django.db.Error if the connected role may not do this.
     """
     planned = planned_grants(settings, members)
-    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+    with broker_database(settings).connect_as_owner() as connection:
         [of_broker, *of_applications] = planned
         give_rights(Executor(connection, settings.schema), of_broker.statements, patience_seconds=patience_seconds)
     for one in of_applications:
@@ -177,6 +177,16 @@ WHERE NOT CASE WHEN columns = '' THEN has_table_privilege(table_name, "right")
                      FROM unnest(string_to_array(columns, ' ')) AS one) END
 ORDER BY place
 """
+# The rights of the role on these tables, apart from those in the second array.
+_HELD: Final = """
+SELECT quote_ident(relname), string_agg("right", ', ' ORDER BY place), quote_ident(current_user)
+FROM pg_class
+CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) WITH ORDINALITY AS every ("right", place)
+WHERE pg_class.oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name)
+  AND has_table_privilege(pg_class.oid, "right") AND relname || ' ' || "right" <> ALL (%s::text[])
+GROUP BY relname
+ORDER BY relname
+"""
 _OWNED: Final = """
 SELECT relname, quote_ident(current_user) FROM pg_class
 WHERE oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name) AND NOT pg_has_role(relowner, 'USAGE')
@@ -201,6 +211,8 @@ def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
         )
     for alias in _application_aliases():
         yield _complete(f"rights to {role} on {alias!r}", list(_missing(connections[alias], role)))
+        if role is Role.PUBLISH:
+            yield from _beyond_publish(connections[alias])
 
 
 def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRight]:
@@ -221,6 +233,27 @@ def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRig
         for table, right, columns, user in cursor.fetchall():
             of = f" ({', '.join(columns.split())})" if columns else ""
             yield MissingRight(f"table {table}", f"{right}{of}", f"GRANT {right}{of} ON {table} TO {user}")
+
+
+def _beyond_publish(connection: BaseDatabaseWrapper) -> Iterator[Condition]:
+    """Yield a warning if the connected role may do more with the tables of outbox than a publisher must.
+
+    `GRANT … ON ALL TABLES` and default privileges give such rights, also on tables that a later migration creates.
+    """
+    tables = _tables(connection)
+    needed = [f"{table} {right}" for of, table, right, columns in _needed(tables) if of is Role.PUBLISH and not columns]
+    with connection.cursor() as cursor:
+        cursor.execute(_HELD, [tables, needed])
+        held = cursor.fetchall()
+    if held:
+        yield of_text(
+            f"rights beyond publish on {connection.alias!r}",
+            Severity.WARNING,
+            f"a publisher does not need {'; '.join(f'{rights} on {table}' for table, rights, _ in held)}",
+            "Connect the web process as a member of publish alone, or execute as the owner of the tables: "
+            + "; ".join(f"REVOKE {rights} ON {table} FROM {user}" for table, rights, user in held)
+            + ";",
+        )
 
 
 def _complete(name: str, missing: Sequence[MissingRight]) -> Condition:

@@ -199,7 +199,7 @@ def _left_in(run: Executor) -> Iterator[str]:
 
 @contextmanager
 def _administering(settings: OutboxSettings) -> Iterator[Connection]:
-    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+    with broker_database(settings).connect_as_owner() as connection:
         try:
             timeouts.lift_where_direct(connection)
             yield connection

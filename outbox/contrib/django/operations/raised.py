@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -74,7 +74,10 @@ def _seen() -> _Seen:
 
 
 def by_subject(conditions: Iterable[Condition]) -> tuple[dict[_Key, Condition], set[str]]:
-    """Return the conditions by name and subject, and the names of those that may hold for further subjects."""
+    """Return the conditions by name and subject, and the names of those that may hold for further subjects.
+
+    Of a condition with several subjects, each has only its own facts as evidence.
+    """
     found: dict[_Key, Condition] = {}
     unsure = set()
     declared = catalogue()
@@ -85,7 +88,11 @@ def by_subject(conditions: Iterable[Condition]) -> tuple[dict[_Key, Condition], 
         if len(one.evidence) >= EVIDENCE or one.count > len(one.evidence):
             unsure.add(one.name)
         own = declared[one.name].subject if one.name in declared else ()
-        found |= dict.fromkeys(((one.name, _subject(fact, own)) for fact in one.evidence or [{}]), one)
+        facts: dict[str, list[Fact]] = {}
+        for fact in one.evidence or [{}]:
+            facts.setdefault(_subject(fact, own), []).append(fact)
+        for subject, its in facts.items():
+            found[one.name, subject] = one if len(facts) == 1 else replace(one, evidence=its, count=len(its))
     return found, unsure
 
 

@@ -29,7 +29,7 @@ from outbox.contrib.django.database.aliases import broker_connection, opened, re
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.settings.definition import unknown as unknown_name
-from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
+from outbox.errors import BrokerUnavailable, ConfigurationError, OutboxError, SchemaError
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,9 @@ def probe() -> ConditionReport:
     try:
         with asking() as run:
             return rules.probe(run, get_settings().thresholds)
+    except ConfigurationError:
+        # The broker answers, but the settings or the rights of this login are wrong.
+        raise
     except OutboxError as error:
         return unusable(error)
 
