@@ -14,10 +14,9 @@ from tests.part_apps import part_apps
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = [
-    *(["django_tasks"] if django.VERSION < (6, 0) else []),
-    *(*APPS, *part_apps(), "tests.django.shop", "tests.runbooks"),
-]
+_TASKS = ["django_tasks"] if django.VERSION < (6, 0) else []
+# Of the parts, deploy/ names some itself.
+INSTALLED_APPS = list(dict.fromkeys([*_TASKS, *APPS, *part_apps(), "tests.django.shop", "tests.runbooks"]))
 # `migrate` makes the tables of the test models with --run-syncdb.
 MIGRATION_MODULES = {"shop": None}
 LOGGING = {
