@@ -228,7 +228,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.undecided for one in broker.topics) + parked,
         f"{parked} of these transactions are parked" if parked else "no transaction is parked",
         reverse("outbox:undecided"),
-        tone_of(conditions, "unanswered", "parked", "check_back_late"),
+        tone_of(conditions, "unanswered", "parked", "check_back_late", "wrong_ledger"),
     )
     dead = [one for one in broker.groups if one.dead]
     yield Tile(
