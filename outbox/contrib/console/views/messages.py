@@ -421,7 +421,8 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
     except UnicodeDecodeError:
         if names:
             return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
-        return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
+        left = f": its first {_UNREADABLE:,} bytes" if len(content.body) > _UNREADABLE else ", so it is shown"
+        return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text{left} in hexadecimal."
     try:
         found = json.loads(text)
         masked = masked_value(found, names)
