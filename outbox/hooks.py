@@ -425,8 +425,8 @@ def add_fault_points(*names: str) -> None:
 class Draft:
     """A message that is being built: its encoded body, which a part may replace, with its content type and headers.
 
-    `headers`: as the caller passed them, so they are not checked yet. `when_valid`: what to do as soon as the message has
-    passed all checks, and before it is published.
+    `headers`: as the caller passed them, not checked yet. `when_valid`: what to do as soon as the message has passed
+    all checks, and before it is published.
     """
 
     topic: str

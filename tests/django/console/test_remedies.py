@@ -108,6 +108,8 @@ def test_the_tiles_show_figures_and_lead_to_their_lists(world: World, operator: 
         ("critical", "/outbox/workers/", "Workers 0 2 of 2 groups have none"),
         ("ok", "/outbox/workers/", "Sequencer leads"),
     ]
+    order = re.findall(r'<section class="condition[^>]* data-key="(\w+)"', html)
+    assert order.index("no_worker") < order.index("lag"), "the cause comes first"
     for _, url, _ in shown:
         assert operator.get(url).status_code == 200
 
