@@ -86,7 +86,7 @@ def test_followers_are_drawn_below_the_message_whose_handler_published_them(
     subscribed()
     first, second = publish_many("orders", [{}, {}], key="o1", at_once=True)
     handle(2)
-    books = ("payments", "billing", ["books: dead"], [])
+    books: Any = ("payments", "billing", ["books: dead"], [])
     root = ("orders", None, ["billing: handled", "mail: handled"], [books])
     assert drawn(of(world, first.message_id).nodes) == [root, root]
     html = page(operator, f"messages/{first.message_id}/")
