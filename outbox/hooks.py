@@ -423,14 +423,16 @@ def add_fault_points(*names: str) -> None:
 
 @dataclass(slots=True)
 class Draft:
-    """A message that is being built: its encoded body, which a part may replace, with its content type.
+    """A message that is being built: its encoded body, which a part may replace, with its content type and headers.
 
-    `when_valid`: what to do as soon as the message has passed all checks, and before it is published.
+    `headers`: as the caller passed them, not checked yet. `when_valid`: what to do as soon as the message has passed
+    all checks, and before it is published.
     """
 
     topic: str
     body: bytes
     content_type: str
+    headers: Mapping[str, str] | None = None
     message_id: UUID = field(default_factory=uuid7)
     when_valid: list[Callable[[], None]] = field(default_factory=list)
 

@@ -154,7 +154,7 @@ def test_two_projects_with_one_group_name() -> None:
     second = LedgerChecker(aliases=["other", "lite"])
     counts = CheckBack(get_broker(), "shop", second).run_once()
     assert (counts.unknown, counts.rolled_back) == (1, 0)
-    assert [kind for kind, _ in incidents()] == ["alarm"]
+    assert [kind for kind, _ in incidents()] == ["wrong_ledger"]
     assert decisions() == {"paid": None}
 
 

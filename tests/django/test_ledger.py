@@ -76,7 +76,7 @@ def test_an_emptied_ledger_is_another_ledger_and_rolls_nothing_back(alias: str, 
     counts = run_check_back()
     assert decisions() == {"before": None, "after": "C"}
     assert (counts.unknown, counts.rolled_back) == (1, 0)
-    assert [kind for kind, _ in incidents()] == ["alarm"]
+    assert [kind for kind, _ in incidents()] == ["wrong_ledger"]
 
 
 def test_a_flush_is_as_good_as_a_new_database(alias: str) -> None:
@@ -250,7 +250,7 @@ def test_a_half_that_arrives_below_the_pruned_id_is_never_rolled_back_by_guessin
         transaction.set_rollback(not committed, using=alias)
     run_check_back()
     assert decisions() == {"decided": "C", "late": decision}
-    assert [kind for kind, _ in incidents()] == ([] if committed else ["alarm"])
+    assert [kind for kind, _ in incidents()] == ([] if committed else ["wrong_ledger"])
 
 
 def in_own_connection(work: Callable[[], object]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -292,49 +293,69 @@ SETTLED_BY_OPERATORS: Final = {
 }
 # Whether an incident is about a ledger that an undecided transaction needs.
 _IS_OPEN: Final = """
-kind = 'alarm' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
+kind = 'wrong_ledger' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
     AND EXISTS (SELECT FROM {schema}.pending_check WHERE pending_check.transaction_id::text = subject)
 """
 # The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
 # statement sorts only ids, because sorting whole rows would take longer.
 _INCIDENTS: Final = Statement(f"""
-SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
-       (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
+SELECT kind, open, sum(incidents)::bigint, count(*), (array_agg(subject ORDER BY newest_id DESC))[1:3],
+       (array_agg(detail ORDER BY newest_id DESC))[1:3], (array_agg(newest::text ORDER BY newest_id DESC))[1:3]
 FROM (
-    SELECT incident_id, kind, subject, detail, at, {_IS_OPEN} AS open
+    SELECT kind, {_IS_OPEN} AS open, subject, count(*) AS incidents, max(incident_id) AS newest_id, max(at) AS newest,
+           (array_agg(detail ORDER BY incident_id DESC))[1] AS detail
     FROM (SELECT incident_id, row_number() OVER (PARTITION BY kind ORDER BY at DESC) AS place
           FROM {{schema}}.incident WHERE at > clock_timestamp() - make_interval(secs => %(window)s)) AS recent
     JOIN {{schema}}.incident USING (incident_id)
     WHERE place <= 1000
+    GROUP BY kind, subject
 ) AS judged
 GROUP BY kind, open
 """)
 # The statement changes only rows that it sees, so an incident whose transaction commits later is shown.
-_SETTLE: Final = Statement(f"""
-UPDATE {{schema}}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
-WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s) AND NOT ({_IS_OPEN})
+_SETTLE: Final = Statement("""
+UPDATE {schema}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
+WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s)
 """)
 
 
-def _incidents(run: Executor) -> dict[tuple[str, bool], tuple[int, list[Fact]]]:
-    """Return the number of recent incidents, and facts about the newest, by kind and whether the ledger is needed."""
+@dataclass(frozen=True, slots=True)
+class _Incidents:
+    """Recent incidents of one kind: how many, about how many subjects, and facts about the newest subjects."""
+
+    incidents: int
+    subjects: int
+    facts: Sequence[Fact]
+
+
+def _incidents(run: Executor) -> dict[tuple[str, bool], _Incidents]:
+    """Return the recent incidents by kind, and by whether an undecided transaction needs their ledger."""
     return {
-        (kind, is_open): (count, [{"subject": one, "newest": newest, "detail": detail} for one in subjects])
-        for kind, is_open, count, subjects, detail, newest in run.rows(_INCIDENTS, {"window": _EVENT_SECONDS})
+        (kind, is_open): _Incidents(
+            incidents,
+            count,
+            [
+                {"subject": subject, "newest": newest, "detail": detail}
+                for subject, detail, newest in zip(subjects, details, moments, strict=True)
+            ],
+        )
+        for kind, is_open, incidents, count, subjects, details, moments in run.rows(
+            _INCIDENTS, {"window": _EVENT_SECONDS}
+        )
     }
 
 
 def _of_incidents(
     state: BrokerState, kind: IncidentKind, severity: Severity = Severity.CRITICAL, *, is_open: bool = False
 ) -> Counted:
-    count, facts = state.once(_incidents).get((kind, is_open), (0, []))
-    return Counted([(severity, fact) for fact in facts], count)
+    found = state.once(_incidents).get((kind, is_open), _Incidents(0, 0, ()))
+    return Counted([(severity, fact) for fact in found.facts], found.subjects)
 
 
 def incidents_to_settle(run: Executor) -> dict[str, int]:
     """Return the conditions of incidents that hold now, each with its number of incidents."""
     found = _incidents(run)
-    return {name: found[kind, False][0] for name, kind in SETTLED_BY_OPERATORS.items() if (kind, False) in found}
+    return {name: found[kind, False].incidents for name, kind in SETTLED_BY_OPERATORS.items() if (kind, False) in found}
 
 
 def settle_incidents(run: Executor, names: Iterable[str]) -> int:
@@ -375,7 +396,7 @@ def refused(state: BrokerState) -> Counted:
     subject=("subject",),
 )
 def wrong_ledger(state: BrokerState) -> Counted:
-    return _of_incidents(state, IncidentKind.ALARM, is_open=True)
+    return _of_incidents(state, IncidentKind.WRONG_LEDGER, is_open=True)
 
 
 @CONDITIONS.declare(

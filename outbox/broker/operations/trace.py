@@ -474,6 +474,18 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     )
 
 
+def traced_entries(run: Executor, log_ids: Sequence[int]) -> list[TracedEntry]:
+    """Return the queue entries of these messages, with the state of each group."""
+    rows = {"log_ids": list(log_ids)}
+    return _entries(
+        run.objects(EntryFacts, _ENTRIES, rows),
+        run.objects(TracedRetry, _RETRIES, rows),
+        run.objects(TracedDeath, _DEAD, rows),
+        run.objects(TracedTimeout, _TIMED_OUT, rows),
+        {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)},
+    )
+
+
 def _entries(
     facts: Sequence[EntryFacts],
     retries: Sequence[TracedRetry],

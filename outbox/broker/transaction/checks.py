@@ -240,7 +240,12 @@ def report_answers(
         parked = _postpone(run, producer_group, unknown, settings)
         _remember(run, answers)
         alarms = [
-            Incident(IncidentKind.ALARM, str(answer.transaction_id), answer.detail)
+            Incident(
+                # A ledger that can be used gives a decision, which a look-up function may contradict.
+                IncidentKind.WRONG_LEDGER if answer.decision is Decision.UNKNOWN else IncidentKind.ALARM,
+                str(answer.transaction_id),
+                answer.detail,
+            )
             for answer in answers
             if answer.alarm
         ]

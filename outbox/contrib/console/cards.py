@@ -136,9 +136,12 @@ class Tile:
 
 
 def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[ConditionCard]:
-    """The cards of the conditions, the worst first. With `group`, only evidence about this consumer group."""
+    """The cards of the conditions, the worst first. With `group`, only evidence about this consumer group.
+
+    Among those of one severity, a lag comes last: another condition may be its cause.
+    """
     found = []
-    for one in conditions:
+    for one in sorted(conditions, key=lambda one: (-one.severity, one.name == "lag")):
         facts = [fact for fact in one.evidence if group is None or fact.get("group") == group]
         if facts or group is None:
             found.append(_card(one, facts, count=len(facts) if group else one.count))
@@ -192,7 +195,8 @@ def _items(fact: Fact) -> Iterator[EvidenceItem]:
         if value in (None, ""):
             continue
         shown = duration(value) if name.endswith("seconds") and isinstance(value, (int, float)) else readable(value)
-        yield EvidenceItem(words(name.removesuffix("_seconds")), shown, _url(name, str(value), fact))
+        label = "time" if name == "seconds" else words(name.removesuffix("_seconds"))
+        yield EvidenceItem(label, shown, _url(name, str(value), fact))
 
 
 def _url(name: str, value: str, fact: Fact) -> str:

@@ -166,7 +166,7 @@ def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: Broker
     )
     at_once.report_answers("shop", [answer])
     [incident] = incidents.recent(Executor(connection, "outbox"))
-    assert (incident.kind, incident.detail) == ("alarm", "another ledger")
+    assert (incident.kind, incident.detail) == ("wrong_ledger", "another ledger")
 
 
 def test_the_scan_never_misses_a_late_commit_and_never_moves_twice(

@@ -14,6 +14,7 @@ from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.contrib.console import rendering
+from outbox.contrib.console.followers.cause import HEADER
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.forwarding.models import ForwardEndpoint
@@ -47,6 +48,7 @@ def busy(world: World) -> list[str]:
     ).message_id
     publish("orders", {}, key="order-7", at_once=True)
     publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600, at_once=True)
+    publish("orders", {}, key=HOSTILE, headers={HEADER: f"{message_id} mail"}, at_once=True)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
     retried(world, "stock", "order-7", f"ValueError: {HOSTILE}")

@@ -22,7 +22,7 @@ from tests.django.conftest import point_alias
 from tests.django.console.test_remedies import page, text_of
 from tests.django.console.web_process import WebProcess, kill_server, web_process
 from tests.django.faults import no_sequencer
-from tests.django.operators import ALL, make_user, working
+from tests.django.operators import ALL, bury, make_user, working
 from tests.django.processes import process
 from tests.django.test_worker import _children
 from tests.sample.browser import Browser
@@ -82,6 +82,12 @@ def test_check_back_that_does_not_run_ends_the_green(world: World, operator: Cli
     colour, said = verdict(operator)
     assert colour == "unknown"
     assert re.fullmatch(r"No sign of life from check-back of shop \(for 7\d s; one is due every 30 s\)", said), said
+    # Beside a condition, too: it may be the cause.
+    world.subscribe("mail")
+    world.publish()
+    bury(world, "mail", "k0", "ValueError: no")
+    colour, said = verdict(operator)
+    assert colour in ("warning", "critical") and "No sign of life from check-back of shop" in said
 
 
 def test_green_names_the_time_of_its_figures_and_ends_when_they_are_old(world: World, operator: Client) -> None:

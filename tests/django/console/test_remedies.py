@@ -123,11 +123,13 @@ def test_the_tiles_show_figures_and_lead_to_their_lists(world: World, operator: 
     assert shown == [
         ("critical", "/outbox/groups/?state=behind", "Lag 6 the oldest waits for 2 h, in mail"),
         ("ok", "/outbox/undecided/", "Undecided 1 no transaction is parked"),
-        ("warning", "/outbox/dead-letters/", "Dead letters 1 in 1 group"),
-        ("ok", "/outbox/waiting/?retrying=yes", "Retrying 1 in 1 group"),
+        ("warning", "/outbox/dead-letters/", "Dead letters 1 in mail"),
+        ("ok", "/outbox/waiting/?retrying=yes", "Retrying 1 in stock"),
         ("critical", "/outbox/workers/", "Workers 0 2 of 2 groups have none"),
         ("ok", "/outbox/workers/", "Sequencer leads"),
     ]
+    order = re.findall(r'<section class="condition[^>]* data-key="(\w+)"', html)
+    assert order.index("no_worker") < order.index("lag"), "the cause comes first"
     for _, url, _ in shown:
         assert operator.get(url).status_code == 200
 

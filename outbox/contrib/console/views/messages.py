@@ -25,6 +25,7 @@ from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, as_uuid, moment, number, reading, text
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
+from outbox.contrib.console.views.followers import TONES, picture
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
@@ -96,6 +97,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             shown_one = _chosen(found, message_id)
             opened = None if found.decision else open_transaction(run, UUID(shown_one.transaction_id))
             is_answered = opened is None or not silent_groups(run, [opened.transaction_id])
+            drawn = picture(run, found, shown_one)
             if may(request, BODIES):
                 content = content_of(run, UUID(shown_one.message_id))
     if found is None:
@@ -109,6 +111,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     return render(request, "message", _context(found, shown_one) | {
         "may_run": opened.may_run if opened else "",
         "is_answered": is_answered,
+        "picture": drawn,
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
 
@@ -124,7 +127,6 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
     return {
         "title": f"Message {one.message_id}",
         "message": one,
-        "others": [other for other in found.messages if other is not one],
         "state": state,
         "tone": tone,
         "is_undecided": found.decision is None,
@@ -200,20 +202,6 @@ class GroupDelivery:
     failures: list[FailedAttempts]
 
 
-_TONES: Final = {
-    EntryState.HANDLED: "good",
-    EntryState.PASSED: "good",
-    EntryState.DEAD: "bad",
-    EntryState.EXPIRED: "bad",
-    EntryState.TIMED_OUT: "warn",
-    EntryState.CLAIMED: "plain",
-    EntryState.SENT_BACK: "warn",
-    EntryState.LEFT: "warn",
-    EntryState.RECALLED: "plain",
-    EntryState.WAITING: "warn",
-}
-
-
 # The heading of a message shows the worst of its states in the groups.
 _WORST_FIRST: Final = (
     (EntryState.DEAD, "dead letter"),
@@ -252,7 +240,7 @@ def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     for state, word in _WORST_FIRST:
         if state in states:
             count = states.count(state)
-            return (word if count == len(newest) else f"{word} in {count} of {len(newest)} groups"), _TONES[state]
+            return (word if count == len(newest) else f"{word} in {count} of {len(newest)} groups"), TONES[state]
     if discarded:
         return "discarded", "plain"
     return "handled" if {EntryState.HANDLED, EntryState.PASSED} & set(states) else "committed", "good"
@@ -374,7 +362,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
         failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
         place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
         attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
-        tone = _TONES.get(entry.state, "plain")
+        tone = TONES.get(entry.state, "plain")
         found.append(GroupDelivery(group, str(entry.state), tone, place, attempts, due.get(group), failures))
     return found
 
@@ -433,7 +421,8 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
     except UnicodeDecodeError:
         if names:
             return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
-        return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
+        left = f": its first {_UNREADABLE:,} bytes" if len(content.body) > _UNREADABLE else ", so it is shown"
+        return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text{left} in hexadecimal."
     try:
         found = json.loads(text)
         masked = masked_value(found, names)

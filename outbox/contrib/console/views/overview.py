@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
-from outbox.broker.operations.summary import KEPT_SECONDS, Overview, SummaryHistory, SummaryPoint
+from outbox.broker.operations.summary import KEPT_SECONDS, GroupOverview, Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
@@ -38,14 +38,14 @@ _IDLE_SECONDS: Final = 60.0
 class Verdict:
     """The first line of the page. `severity` is ok, unknown, warning or critical.
 
-    `at`: the time of the figures on which "No fault" is based; None for any other sentence. `idle`: why nothing moves,
-    although there is no fault; '' if something does.
+    `at`: the time of the figures on which "No fault" is based; None for any other sentence. `why`: why nothing moves,
+    although there is no fault, or who is silent beside the conditions; '' if there is nothing to say.
     """
 
     severity: str
     sentence: str
     at: datetime | None = None
-    idle: str = ""
+    why: str = ""
 
     @property
     def said(self) -> str:
@@ -79,7 +79,7 @@ def overview(request: HttpRequest) -> HttpResponse:
 def _judged(found: BrokerView, signs: Signs) -> Verdict:
     """The verdict. It is "No fault" only if every figure and every sign of life is as recent as its interval says."""
     if found.verdict.conditions:
-        return Verdict(found.verdict.severity.name.lower(), _sentence(found.verdict))
+        return Verdict(found.verdict.severity.name.lower(), _sentence(found.verdict), why=signs.doubt)
     if found.overview is None or found.summary is None:
         return Verdict("unknown", "The broker did not answer")
     if signs.doubt:
@@ -228,13 +228,13 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.undecided for one in broker.topics) + parked,
         f"{parked} of these transactions are parked" if parked else "no transaction is parked",
         reverse("outbox:undecided"),
-        tone_of(conditions, "unanswered", "parked", "check_back_late"),
+        tone_of(conditions, "unanswered", "parked", "check_back_late", "wrong_ledger"),
     )
     dead = [one for one in broker.groups if one.dead]
     yield Tile(
         "Dead letters",
         sum(one.dead for one in dead),
-        f"in {len(dead)} {'group' if len(dead) == 1 else 'groups'}" if dead else "none is unsettled",
+        _among(dead, "dead") if dead else "none is unsettled",
         reverse("outbox:dead_letters"),
         tone_of(conditions, "dead_letters", "saga_stalled"),
     )
@@ -242,7 +242,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Retrying",
         sum(one.retrying for one in retried),
-        f"in {len(retried)} {'group' if len(retried) == 1 else 'groups'}" if retried else "no message is retried",
+        _among(retried, "retrying") if retried else "no message is retried",
         f"{reverse('outbox:waiting')}?retrying=yes",
         tone_of(conditions, "retry_storm"),
     )
@@ -262,6 +262,12 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         f"{reverse('outbox:workers')}",
         tone_of(conditions, "no_sequencer", "ticks_late"),
     )
+
+
+def _among(groups: Sequence[GroupOverview], name: str) -> str:
+    """The group that a figure is about, or that has most of it."""
+    most = max(groups, key=lambda one: getattr(one, name)).name
+    return f"in {most}" if len(groups) == 1 else f"in {len(groups)} groups, most in {most}"
 
 
 def _last_tick(broker: Overview, conditions: Sequence[Condition]) -> str:

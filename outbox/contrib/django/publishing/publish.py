@@ -613,7 +613,7 @@ def build(
     encoded, content_type = current.codecs.encode(topic, body)
     draft = None
     if options or current.body_steps:
-        draft = Draft(topic, encoded, content_type)
+        draft = Draft(topic, encoded, content_type, headers)
         try:
             for option in options:
                 check_option(option, f"topic {topic!r}")
@@ -624,7 +624,7 @@ def build(
             raise unreadable(topic, error) from error
         for step in current.body_steps:
             step.encode(draft)
-        encoded, content_type = draft.body, draft.content_type
+        encoded, content_type, headers = draft.body, draft.content_type, draft.headers
     try:
         built = Message(
             topic=topic,
