@@ -108,12 +108,16 @@ class Subscribed:
         self.ordered: Final = subscription.mode is not Mode.CONCURRENT
         # Whether the handler runs without a transaction, for a message that the process has claimed.
         self.claims: Final = subscription.effects is Effects.OUTSIDE
-        self.fetch_size: Final = min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
+        # The lane of a part keeps few rows in memory, and finds the messages of other names behind those of a flood, as
+        # key-ordered mode does.
+        has_lane = any(option.has_lane for option in subscription.options)
+        self.fetch_size: Final = (
+            _MOST_FETCH if has_lane else min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
+        )
+        self.span: Final = _SPAN[Mode.KEY_ORDERED if has_lane else subscription.mode]
         is_admitted = any(type(option) in hooks.admissions for option in subscription.options)
         self.admission_lease: Final = AdmissionLease() if is_admitted else None
-        # Then messages of other keys are behind those of a flooding key, as in key-ordered mode.
         self.waits_for_key: Final = any(option.waits_for_key for option in subscription.options)
-        self.span: Final = _SPAN[Mode.KEY_ORDERED if self.waits_for_key else subscription.mode]
 
 
 # -- queues ----------------------------------------------------------------------------------------
