@@ -190,7 +190,7 @@ def consume(options: dict[str, Any]) -> None:
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=options["url"]), subscriptions)
     thread = threading.Thread(target=runtime.run, args=(stop,))
     thread.start()
-    while "handler" in options and not flooded:
+    while ("handler" in options and not flooded) or (options.get("fair") and not first):
         time.sleep(0.01)
     time.sleep(1.0)
     before, began = len(flooded), time.monotonic()

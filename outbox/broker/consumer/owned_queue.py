@@ -22,6 +22,8 @@ from outbox.subscription import Effects, Mode, Subscription
 
 _LEAST_FETCH: Final = 128
 _MOST_FETCH: Final = 1000
+# For a lane of a part, whose rows in memory would otherwise be the end of fetching (`room_of`).
+_LANE_FETCH: Final = 512
 # A process fetches an entry only if the entry's offset is less than the queue's lowest unfinished offset plus this
 # number. After a crash, at most this many messages of a queue are delivered again.
 _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 50_000}
@@ -111,9 +113,8 @@ class Subscribed:
         # The lane of a part keeps few rows in memory, and finds the messages of other names behind those of a flood, as
         # key-ordered mode does.
         has_lane = any(option.has_lane for option in subscription.options)
-        self.fetch_size: Final = (
-            _MOST_FETCH if has_lane else min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
-        )
+        least = _LANE_FETCH if has_lane else _LEAST_FETCH
+        self.fetch_size: Final = min(_MOST_FETCH, max(least, 2 * subscription.batch))
         self.span: Final = _SPAN[Mode.KEY_ORDERED if has_lane else subscription.mode]
         is_admitted = any(type(option) in hooks.admissions for option in subscription.options)
         self.admission_lease: Final = AdmissionLease() if is_admitted else None

@@ -24,7 +24,8 @@ from tests.broker.fair_share.support import HEADER, PREFIX, Gate, Handled, fair,
 from tests.broker.test_hostile_rows import _ROW, NOT_LOADED, row
 from tests.support import eventually
 
-FLOOD = 2_500
+# More than the process looks ahead without the option.
+FLOOD = 5_000
 
 
 @pytest.fixture
