@@ -20,7 +20,7 @@ def of(tenant: str, count: int, *, size: int = 0, option: FairShare = HEADER) ->
     """Messages of a tenant, with a body of `size` bytes at least."""
     body = {"tenant": tenant, "filler": "x" * size}
     named = {"headers": {"tenant": tenant}} if option is HEADER else {"key": f"{tenant}:{tenant}"}
-    return [Message(topic="orders", body=encode({**body, "n": n}), **named) for n in range(count)]  # type: ignore[arg-type]
+    return [Message(topic="orders", body=encode({**body, "n": n}), **named) for n in range(count)]
 
 
 def fair(option: FairShare | None = HEADER, **fields: Any) -> Subscription:

@@ -209,4 +209,4 @@ def test_what_cannot_be_shared_is_refused() -> None:
         ({"key_prefix": 1}, "give a text"),
     ):
         with pytest.raises(ConfigurationError, match=complaint):
-            FairShare(**options)  # type: ignore[arg-type]
+            FairShare(**options)
