@@ -61,7 +61,8 @@ def test_a_flood_of_one_tenant_does_not_delay_the_others(
     orders: ConsumptionBench, all_fetched: Callable[[], object], option: FairShare, size: int
 ) -> None:
     flood = FLOOD if size == 0 else 600
-    orders.publish([*of("a", flood, size=size, option=option), *of("b", 3, option=option), *of("c", 1, option=option)])
+    counts = {"a": flood, "b": 3, "c": 1}
+    orders.publish([one for name, count in counts.items() for one in of(name, count, size=size, option=option)])
     handled = Handled(all_fetched)
     with orders.running((fair(option), handled)):
         handled.all_of(orders, flood + 4)
