@@ -1,10 +1,13 @@
-"""Whether a flood of one topic delays the messages of another subscription of the same consumer process.
+"""Whether a flood of messages delays the messages of another subscription, or of another tenant, of one process.
 
 A consumer process has two subscriptions: `flood` with 60,000 waiting messages, and `calm`, to which the script
 publishes 20 messages per second. The table shows the time from a publish call of `calm` to its handler: alone, and
-beside handlers of the flood that wait, write a row, or compute. A measurement is refused if the flood has ended before
-it. OUTBOX_BENCH_MESSAGES: the size of the flood. OUTBOX_BENCH_SECONDS: the seconds of each measurement. A run ends
-within two minutes.
+beside handlers of the flood that wait, write a row, or compute. In the ways with tenants, both have one topic and one
+subscription, with and without FairShare: then the table also shows when the process, after its first call, handles a
+message of `calm` that waited behind the flood. A measurement is refused if the flood has ended before it.
+
+OUTBOX_BENCH_MESSAGES: the size of the flood. OUTBOX_BENCH_SECONDS: the seconds of each measurement.
+`python -m benchmarks.fairness tenants` measures these ways only. A run ends within five minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.schema.install import install
+from outbox.contrib.fair_share import FairShare
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler
 from outbox.subscription import Mode, Subscription
@@ -50,33 +54,50 @@ WAYS: dict[str, dict[str, Any]] = {
     "beside 1 thread that computes for 2 ms": {"handler": "compute", "threads": 1},
     "beside 16 threads that compute for 2 ms": {"handler": "compute", "threads": 16},
     "beside handlers in order of keys that write a row": {"handler": "write", "mode": "key_ordered"},
+    "two tenants": {"handler": "write", "tenants": True, "fair": False},
+    "two tenants with FairShare": {"handler": "write", "tenants": True, "fair": True},
 }
 
 
-def main() -> None:
+def main(*, tenants_only: bool) -> None:
     rows = []
     with server() as url:
         for number, (way, options) in enumerate(WAYS.items()):
-            waits, flood = measure(embedded.create_database(url, f"fairness_{number}"), options)
-            shares = [f"{percentile(waits, share) * 1e3:,.1f}" for share in (0.5, 0.95)]
-            rows.append([way, *shares, f"{max(waits) * 1e3:,.1f}", str(len(waits)), f"{flood:,.0f}"])
-    header = [f"{PER_SECOND} messages per second", "p50 ms", "p95 ms", "longest ms", "messages", "flood, messages/s"]
-    table(f"publish to handler, {SECONDS:g} s each, a flood of {MESSAGES:,} messages", header, rows)
+            if tenants_only and not options.get("tenants"):
+                continue
+            found = measure(embedded.create_database(url, f"fairness_{number}"), options)
+            waits = found["waits"]
+            shares = [f"{percentile(waits, share) * 1e3:,.1f}" for share in (0.5, 0.95, 0.99)]
+            first = "" if found["first"] is None else f"{found['first']:,.1f}"
+            rows.append([way, *shares, f"{max(waits) * 1e3:,.1f}", first, f"{found['flood_per_second']:,.0f}"])
+    header = [f"{PER_SECOND} messages per second", "p50 ms", "p95 ms", "p99 ms", "longest ms", "first s"]
+    table(
+        f"publish to handler, {SECONDS:g} s each, a flood of {MESSAGES:,} messages",
+        [*header, "flood, messages/s"],
+        rows,
+    )
 
 
-def measure(url: str, options: dict[str, Any]) -> tuple[list[float], float]:
-    """The waiting times of `calm` (seconds), and how many messages of the flood were handled per second."""
+def measure(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`waits`: the waiting times of `calm` (seconds). `first`: when its first message was handled (seconds after the
+    first call), if it waited behind the flood. `flood_per_second`: how many messages of the flood were handled."""
     with psycopg.connect(url, autocommit=True) as connection:
         install(connection, "outbox")
         connection.execute("CREATE TABLE effect (position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n integer)")
     broker = PostgresBroker(BrokerDatabase(conninfo=url))
     broker.declare([Topic(name=name, types=frozenset({MessageType.NORMAL})) for name in ("flood", "calm")])
+    topic = "flood" if options.get("tenants") else "calm"
     stop = threading.Event()
     leading = threading.Thread(target=run_broker, args=(BrokerDatabase(conninfo=url), stop))
     leading.start()
     if options:
         for start in range(0, MESSAGES, 1000):
-            broker.send([Message(topic="flood", key=str(n % 500), body=b"%d" % n) for n in range(start, start + 1000)])
+            broker.send([_message("flood", "flood", n) for n in range(start, start + 1000)])
+    if options.get("tenants"):
+        broker.send([_message(topic, "calm", -1)])
+        with psycopg.connect(url, autocommit=True) as connection:
+            while connection.execute("SELECT count(*) FROM outbox.consume_queue").fetchone() != (MESSAGES + 1,):
+                time.sleep(0.1)
     child = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.fairness", json.dumps({"url": url, **options})],
         stdin=subprocess.PIPE,
@@ -85,24 +106,35 @@ def measure(url: str, options: dict[str, Any]) -> tuple[list[float], float]:
     )
     assert child.stdin is not None and child.stdout is not None
     child.stdout.readline()
-    began = time.time()
-    for number in range(int(SECONDS * PER_SECOND)):
+    began, count = time.time(), int(SECONDS * PER_SECOND)
+    for number in range(count):
         time.sleep(max(0.0, began + number / PER_SECOND - time.time()))
-        broker.send([Message(topic="calm", body=b"%d" % number)])
+        broker.send([_message(topic, "calm", number)])
     with psycopg.connect(url, autocommit=True) as connection:
         run = Executor(connection, "outbox")
-        # Without the messages that have waited longest, the figures would be too good.
-        while lag(run, "calm"):
-            time.sleep(0.05)
-        left = lag(run, "flood") if options else None
+        left = lag(run, "flood") - count * (topic == "flood") if options else None
+    # Without the messages that have waited longest, the figures would be too good.
+    while int(_answer(child, "count")) < count:
+        time.sleep(0.05)
     text, _ = child.communicate("stop\n")
     stop.set()
     leading.join()
     broker.close()
-    if left == 0:
+    if left is not None and left <= 0:
         raise SystemExit("The flood has ended before the measurement: give a larger OUTBOX_BENCH_MESSAGES.")
-    found = json.loads(text)
-    return found["waits"], found["flood_per_second"]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _message(topic: str, tenant: str, number: int) -> Message:
+    return Message(topic=topic, key=str(number % 500), headers={"tenant": tenant}, body=b"%d" % number)
+
+
+def _answer(child: subprocess.Popen[str], line: str) -> str:
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(f"{line}\n")
+    child.stdin.flush()
+    return child.stdout.readline()
 
 
 def lag(run: Executor, group: str) -> int:
@@ -111,9 +143,11 @@ def lag(run: Executor, group: str) -> int:
 
 
 def consume(options: dict[str, Any]) -> None:
-    """The consumer process: print a line when it runs; print the figures after a line of the standard input."""
+    """The consumer process: print a line when it runs; print the figures after the line `stop` of the standard input,
+    and the number of handled messages of `calm` after each other line."""
     waits: list[float] = []
-    flooded: list[None] = []
+    first: list[float] = []
+    flooded: list[float] = []
     connections = threading.local()
 
     def write(_: Any) -> None:
@@ -129,34 +163,47 @@ def consume(options: dict[str, Any]) -> None:
 
     def flood(given: Any) -> None:
         ways[options["handler"]](given)
-        flooded.append(None)
+        flooded.append(time.time())
 
     def calm(delivery: Delivery) -> None:
-        waits.append(time.time() - delivery.message.born_at.timestamp())
+        if delivery.message.body == b"-1":
+            first.append(time.time())
+        else:
+            waits.append(time.time() - delivery.message.born_at.timestamp())
 
-    subscriptions: list[tuple[Subscription, AnyHandler]] = [(Subscription(topic="calm", group="calm"), calm)]
+    def either(delivery: Delivery) -> None:
+        (calm if delivery.headers["tenant"] == "calm" else flood)(delivery)
+
+    subscriptions: list[tuple[Subscription, AnyHandler]] = []
+    if not options.get("tenants"):
+        subscriptions.append((Subscription(topic="calm", group="calm"), calm))
     if "handler" in options:
         subscription = Subscription(
             topic="flood",
             group="flood",
             threads=options.get("threads", THREADS),
             mode=Mode(options.get("mode", "concurrent")),
+            options=[FairShare(header="tenant")] if options.get("fair") else [],
         )
-        subscriptions.append((subscription, flood))
+        subscriptions.append((subscription, either if options.get("tenants") else flood))
     stop = threading.Event()
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=options["url"]), subscriptions)
     thread = threading.Thread(target=runtime.run, args=(stop,))
     thread.start()
-    while "handler" in options and not flooded:
+    while ("handler" in options and not flooded) or (options.get("fair") and not first):
         time.sleep(0.01)
     time.sleep(1.0)
     before, began = len(flooded), time.monotonic()
     print("ready", flush=True)
-    sys.stdin.readline()
-    per_second = (len(flooded) - before) / (time.monotonic() - began)
+    per_second = None
+    while sys.stdin.readline() != "stop\n":
+        # The first question comes when all messages of `calm` are published.
+        per_second = per_second or (len(flooded) - before) / (time.monotonic() - began)
+        print(len(waits), flush=True)
     stop.set()
     thread.join()
-    print(json.dumps({"waits": waits, "flood_per_second": per_second}), flush=True)
+    found = {"waits": waits, "first": first[0] - flooded[0] if first else None, "flood_per_second": per_second or 0.0}
+    print(json.dumps(found), flush=True)
 
 
 def compute(seconds: float) -> None:
@@ -167,7 +214,7 @@ def compute(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        consume(json.loads(sys.argv[1]))
+    if sys.argv[1:] in ([], ["tenants"]):
+        main(tenants_only=len(sys.argv) > 1)
     else:
-        main()
+        consume(json.loads(sys.argv[1]))

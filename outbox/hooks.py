@@ -70,6 +70,21 @@ def add_admission(option: type, kind: str) -> None:
     admissions[option] = kind
 
 
+# The class of an option of subscriptions -> the dotted path of a class like `Lane`.
+lanes: Final[dict[type, str]] = {}
+
+
+def add_lane(option: type, kind: str) -> None:
+    """Let a part decide which message is next, for subscriptions with an option of this class whose `has_lane` is true.
+
+    `kind` is the dotted path of a class with the methods of `Lane` (outbox/broker/consumer/work.py), such as a subclass
+    of `RoundRobinLane` (outbox/broker/consumer/round_robin.py). A consumer process calls it with the option once per
+    subscription in concurrent mode, and uses the object in the dispatching thread. An error of it is an error of this
+    thread's step, which begins again. A subscription has one such option at most, and may have an admission beside it.
+    """
+    lanes[option] = kind
+
+
 # The class of an option of subscriptions -> the dotted path of a class like `ResultReport`.
 result_reports: Final[dict[type, str]] = {}
 

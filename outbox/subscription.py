@@ -128,6 +128,11 @@ class SubscriptionOption:
         """Whether messages may wait for others of their key, although the subscription handles them in any order."""
         return False
 
+    @property
+    def has_lane(self) -> bool:
+        """Whether the messages wait in the lane that the part has added with `hooks.add_lane`, in concurrent mode."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscription:
@@ -230,6 +235,8 @@ class Subscription:
                 yield f"options has {option!r}, which is no option of a part"
         if len(admitting := [option for option in self.options if type(option) in hooks.admissions]) > 1:
             yield f"only one option may decide when handler calls start, but options has {admitting}"
+        if len(choosing := [option for option in self.options if getattr(option, "has_lane", False)]) > 1:
+            yield f"only one option may decide which message is next, but options has {choosing}"
         if len(reading := [option for option in self.options if getattr(option, "reads", False)]) > 1:
             yield f"only one option may make the bodies for the handler, but options has {reading}"
 

@@ -36,6 +36,7 @@ from outbox.events import declaration
 from tests.django import configured
 from tests.django.pages import models
 from tests.django.processes import ROOT, environment
+from tests.part_apps import has
 
 DOCS = ROOT / "docs"
 BLOCKS = re.compile(r"^```(python|sh|sql)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -215,6 +216,14 @@ def test_unique_messages(page: Page) -> None:
 def test_limits(page: Page) -> None:
     page.run("limits.md")
     publish("order.paid", {}, key="1", at_once=True)
+    drain()
+    assert models.Mail.objects.get().text == "order 1"
+
+
+@pytest.mark.skipif(not has("fair_share"), reason="needs the part")
+def test_fair_share(page: Page) -> None:
+    page.run("fair-share.md")
+    publish("order.paid", {}, key="1", headers={"tenant": "acme"}, at_once=True)
     drain()
     assert models.Mail.objects.get().text == "order 1"
 

@@ -85,6 +85,12 @@ PARTS: Final = (
         ),
     ),
     Part(
+        "fair share",
+        r"fair_?share|fair_?lane",
+        ("contrib/fair_share/",),
+        tests=("broker/fair_share/",),
+    ),
+    Part(
         "forwarding",
         r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
         ("contrib/forwarding/",),
@@ -116,7 +122,7 @@ PARTS: Final = (
         r"import limits\b|(?:outbox|contrib|groups|operations|actions)\.limits|(?:outbox_group |has_|list_)limits|"
         r"limits\.(?:per_key|declare|withdraw|release)|subscription_limit|slot_demand",
         ("contrib/limits/",),
-        tests=("broker/limits/",),
+        tests=("broker/limits/", "broker/fair_share/test_with_limits.py"),
     ),
     Part(
         "metrics",

@@ -27,10 +27,6 @@ class Admission(Protocol):
         """`option`: the option of the subscription. `pool`: with `pool.allow`, only a number of calls run at the same
         time. `lanes`: the lanes in which the messages wait."""
 
-    @classmethod
-    def lane(cls, option: Any) -> Lane | None:
-        """Return the lane of a subscription in concurrent mode with this option; None if it needs no special one."""
-
     def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
         """Renew, take and give back what is due; called in every step, before messages are taken from the lanes.
 

@@ -204,7 +204,7 @@ class SubscriptionRunner:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
         option, kind = admission_of(subscribed) or (None, None)
-        self.lane: Final = (kind.lane(option) if kind is not None else None) or _lane(subscription)
+        self.lane: Final = _lane(subscription)
         # Messages from the retry queue have given up their order, so they wait in a concurrent lane.
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
         # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
@@ -286,6 +286,10 @@ def _lane(subscription: Subscription) -> Lane:
         return OrderlyLane(subscription.batch)
     if subscription.mode is Mode.KEY_ORDERED:
         return KeyOrderedLane(subscription.batch)
+    for option in subscription.options:
+        if option.has_lane:
+            lane: Lane = hooks.resolved(hooks.lanes[type(option)])(option)
+            return lane
     return ConcurrentLane(subscription.batch)
 
 

@@ -181,6 +181,9 @@ class Prefetcher:
         self.ahead: Final = FetchAhead(self._fetcher, owned)
         # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
+        # Whether there may be more messages for which there is room. The dispatching thread then does not wait: nothing
+        # else would wake it if all messages of the last fetch were filtered out or dropped from memory.
+        self.is_behind = False
 
     def mark_grown(self, grown: Collection[int] | None) -> None:
         """Note that the queues with these ids have grown. None means that any queue may have grown."""
@@ -203,6 +206,7 @@ class Prefetcher:
 
         First use the messages that were fetched with the tick. If there are no other messages, send no statement.
         """
+        self.is_behind = False
         if self.ahead.rows:
             for queue, room, rows in self.ahead.take():
                 self._ingest(queue, rows, more=len(rows) == room)
@@ -218,6 +222,7 @@ class Prefetcher:
             for queue, room, rows in _by_queue(wanted, self._fetcher.fetch(run, wanted)):
                 if rows:
                     self._ingest(queue, rows, more=len(rows) == room)
+                    self.is_behind = self.is_behind or (queue.hungry and room_of(queue) > 0)
                 else:
                     queue.rest()
 
@@ -249,8 +254,8 @@ class Prefetcher:
             queue.fetched(rows[-1][OFFSET] + 1, more=more)
         queue.buffer(len(items))
         if queue.subscribed is not None:
-            _leave_out_large(items)
             self._runners[queue.subscribed.key].lane.offer(items)
+            _leave_out_large(items)
         else:
             self._offer_returned(queue, items)
 
@@ -259,8 +264,8 @@ class Prefetcher:
         for item in items:
             assert item.row is not None
             runner = self._runners[queue.group.group_id, item.row[TOPIC_ID]]
-            _leave_out_large([item])
             runner.retry_lane.offer([item])
+            _leave_out_large([item])
 
     def load(self, run: Executor, work: HandlerCall) -> None:
         """Load the messages of a call that are not in memory.
@@ -390,6 +395,8 @@ class Dispatcher:
 
         Call this right before the wait.
         """
+        if self._prefetcher.is_behind:
+            return self._calls.sleep(0.0)
         now = time.monotonic()
         due = [now + longest, *self._calls.deadlines()]
         for runner in self._runners.values():

@@ -22,6 +22,8 @@ from outbox.subscription import Effects, Mode, Subscription
 
 _LEAST_FETCH: Final = 128
 _MOST_FETCH: Final = 1000
+# For a lane of a part, whose rows in memory would otherwise be the end of fetching (`room_of`).
+_LANE_FETCH: Final = 512
 # A process fetches an entry only if the entry's offset is less than the queue's lowest unfinished offset plus this
 # number. After a crash, at most this many messages of a queue are delivered again.
 _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 50_000}
@@ -108,12 +110,15 @@ class Subscribed:
         self.ordered: Final = subscription.mode is not Mode.CONCURRENT
         # Whether the handler runs without a transaction, for a message that the process has claimed.
         self.claims: Final = subscription.effects is Effects.OUTSIDE
-        self.fetch_size: Final = min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
+        # The lane of a part keeps few rows in memory, and finds the messages of other names behind those of a flood, as
+        # key-ordered mode does.
+        has_lane = any(option.has_lane for option in subscription.options)
+        least = _LANE_FETCH if has_lane else _LEAST_FETCH
+        self.fetch_size: Final = min(_MOST_FETCH, max(least, 2 * subscription.batch))
+        self.span: Final = _SPAN[Mode.KEY_ORDERED if has_lane else subscription.mode]
         is_admitted = any(type(option) in hooks.admissions for option in subscription.options)
         self.admission_lease: Final = AdmissionLease() if is_admitted else None
-        # Then messages of other keys are behind those of a flooding key, as in key-ordered mode.
         self.waits_for_key: Final = any(option.waits_for_key for option in subscription.options)
-        self.span: Final = _SPAN[Mode.KEY_ORDERED if self.waits_for_key else subscription.mode]
 
 
 # -- queues ----------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ _parts: Final = itertools.count(1)
 class FetchedEntry:
     """One fetched entry.
 
+    `key` is the key of the message, or the name by which the lane of a part orders it.
+
     `retries` counts how often the entry was sent back. `in_place` counts the failed attempts since this process fetched
     the entry.
 
@@ -131,7 +133,7 @@ class Lane(Protocol):
         """Count the failed messages that are due now as waiting. `take` does so too."""
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
-        """Take fetched messages, in queue order."""
+        """Take fetched messages of one queue, in queue order. A row without its large body is dropped afterwards."""
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""

@@ -23,6 +23,7 @@ hooks.add_schema(
     },
 )
 hooks.add_admission(Limits, "outbox.contrib.limits.limiter.Limiter")
+hooks.add_lane(Limits, "outbox.contrib.limits.keyed_lane.KeyedLane")
 hooks.add_subscription_rows(
     "limits",
     registered="outbox.contrib.limits.slots.declare_or_withdraw",

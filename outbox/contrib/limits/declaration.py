@@ -65,6 +65,11 @@ class Limits(SubscriptionOption):
         return self.per_key is not None
 
     @property
+    def has_lane(self) -> bool:
+        """Whether the messages wait in the lane that serves each key within its slots."""
+        return self.per_key is not None
+
+    @property
     def per_second(self) -> float | None:
         """The rate in messages per second; None without a rate."""
         return None if self.rate is None else _per_second(self.rate)

@@ -7,21 +7,16 @@ several processes: a failed message is in the retry queue, and a producer may ch
 from __future__ import annotations
 
 import heapq
-import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Final
 
-from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.round_robin import NamedQueue, RoundRobinLane
 from outbox.broker.consumer.work import FetchedEntry
+from outbox.contrib.limits.declaration import Limits
 
-# At most this number of messages of one key stays in memory with their rows. The process loads the rows of further
-# messages again before the call. So a flooding key does not fill the buffer, and messages of other keys are fetched.
-_KEPT_ROWS: Final = 16
-# One statement loads about this number of messages again.
-_LOADED_AT_ONCE: Final = 64
 # If another instance holds all slots of a key, this instance asks again after this time (seconds).
 _AGAIN_SECONDS: Final = 0.25
 # If other instances wait for a key, this instance releases the key for this time (seconds).
@@ -37,24 +32,20 @@ _MOST_READY: Final = 256
 _NO_SLOTS: Final[frozenset[int]] = frozenset()
 
 
-class _Key:
+class _Key(NamedQueue):
     """The messages of one key. `running`: calls that are not settled. `slots`: the numbers of the slots held here.
 
     `usable`: how many of these numbers the present limit allows.
-    `shed`: the messages whose rows, with small bodies, this process has dropped; some of them may be loaded again.
     `yields`: the key starts no call with its present slots, so that another key or another instance has a turn.
     """
 
-    __slots__ = ("is_asking", "is_denied", "is_ready", "items", "name", "running", "shed", "slots", "usable", "yields")
+    __slots__ = ("is_asking", "is_denied", "running", "slots", "usable", "yields")
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.items: deque[FetchedEntry] = deque()
-        self.shed: deque[FetchedEntry] = deque()
+        super().__init__(name)
         self.running = 0
         self.slots: set[int] = set()
         self.usable = 0
-        self.is_ready = False
         self.is_asking = False
         self.is_denied = False
         self.yields = False
@@ -65,42 +56,25 @@ class _Key:
         return not self.name or (self.running < self.usable and not self.yields)
 
 
-class KeyedLane:
-    """A lane in concurrent mode whose calls have one message, and at most `per_key` calls of one key run at once."""
+class KeyedLane(RoundRobinLane[_Key]):
+    """A lane whose names are the keys: at most `per_key` calls of one key run at once."""
 
-    def __init__(self, per_key: int) -> None:
-        self.per_key = per_key
+    def __init__(self, limits: Limits) -> None:
+        assert limits.per_key is not None
+        super().__init__(_Key)
+        self.per_key = limits.per_key
         # The keys for which other instances wait.
         self._contested: Collection[str] = frozenset()
-        self._keys: dict[str, _Key] = {}
-        # `_ready`: the keys that may start a call, in the order of their turns. `_asking`: the keys that need a slot.
-        # `_denied`: the keys whose slots are taken, by the time at which to ask again.
-        self._ready: deque[_Key] = deque()
+        # `_asking`: the keys that need a slot. `_denied`: the keys whose slots are taken, by the time at which to ask
+        # again.
         self._asking: dict[_Key, None] = {}
         self._denied: list[tuple[float, int, _Key]] = []
         # `_spare`: the keys that may have slots which they do not need, by the time since which; the oldest first.
         # `_urgent`: those that another key or instance waits for.
         self._spare: dict[_Key, float] = {}
         self._urgent: dict[_Key, None] = {}
-        self._later: list[tuple[float, int, FetchedEntry]] = []
-        self._numbers = itertools.count()
-        self.waiting = 0
 
     # -- Lane -----------------------------------------------------------------------------------
-
-    def offer(self, items: Sequence[FetchedEntry]) -> None:
-        """Take fetched messages, in queue order."""
-        for item in items:
-            key = self._key(item.key)
-            if key.name and len(key.items) >= _KEPT_ROWS and not item.shed:
-                if item.row is not None:
-                    key.shed.append(item)
-                item.row = None
-                item.shed = True
-                item.queue.unbuffer()
-            key.items.append(item)
-            self.waiting += 1
-            self._schedule(key)
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the message of the next call; an empty list if no message may be handled now."""
@@ -113,9 +87,9 @@ class KeyedLane:
                 key.running += 1
                 self.waiting -= 1
                 item = key.items.popleft()
-                self._schedule(key)
+                self.schedule(key)
                 return [item]
-            self._schedule(key)
+            self.schedule(key)
             self._note_spare(key, now)
         return []
 
@@ -124,11 +98,10 @@ class KeyedLane:
 
         A later `take` returns the items in `again` when they are due.
         """
-        for item in again:
-            heapq.heappush(self._later, (item.due, next(self._numbers), item))
+        super().settle(items, again)
         now = time.monotonic()
         for item in items:
-            key = self._key(item.key)
+            key = self.named(item.key)
             key.running -= 1
             if key.name in self._contested:
                 if key.items and not key.is_denied:
@@ -141,27 +114,7 @@ class KeyedLane:
                 self._urgent[key] = None
             else:
                 self._note_spare(key, now)
-            self._schedule(key)
-
-    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
-
-        def stays(item: FetchedEntry) -> bool:
-            return item.queue is not queue or item.offset < from_offset
-
-        for key in self._keys.values():
-            if not all(map(stays, key.items)):
-                kept = deque(filter(stays, key.items))
-                self.waiting -= len(key.items) - len(kept)
-                key.items = kept
-                key.shed = deque(filter(stays, key.shed))
-                self._note_spare(key, time.monotonic())
-        self._later = [entry for entry in self._later if stays(entry[2])]
-        heapq.heapify(self._later)
-
-    def has_ready(self, queue: OwnedQueue) -> bool:
-        """Return whether a queue has waiting messages whose keys have a slot."""
-        return any(item.queue is queue for key in self._ready for item in key.items)
+            self.schedule(key)
 
     def next_at(self) -> float | None:
         """Return the time at which a failed message is due or a denied key asks again; None if there is no such time.
@@ -174,12 +127,11 @@ class KeyedLane:
     def wake(self, now: float) -> None:
         """Count the failed messages that are due now as waiting, and let the denied keys ask again whose time has
         come."""
-        while self._later and self._later[0][0] <= now:
-            self._put_first(heapq.heappop(self._later)[2])
+        super().wake(now)
         while self._denied and self._denied[0][0] <= now:
             key = heapq.heappop(self._denied)[2]
             key.is_denied = key.yields = False
-            self._schedule(key)
+            self.schedule(key)
             self._note_spare(key, now)
 
     def startable(self, most: int) -> int:
@@ -191,20 +143,6 @@ class KeyedLane:
             free = self.per_key - key.running if key.name else most
             count += max(0, min(len(key.items), free))
         return min(count, most)
-
-    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
-        found: list[FetchedEntry] = []
-        for key in chain([self._key(item.key)], self._ready):
-            if key.name != item.key and not (key.items and key.items[0].shed):
-                continue
-            count = len(found)
-            while key.shed and len(found) < count + _KEPT_ROWS:
-                if (other := key.shed.popleft()).shed and other is not item:
-                    found.append(other)
-            if len(found) >= _LOADED_AT_ONCE:
-                break
-        return found
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -220,7 +158,7 @@ class KeyedLane:
             if key.items and count > 0 and not key.may_start:
                 asked[key.name] = count
             else:
-                self._schedule(key)
+                self.schedule(key)
                 self._note_spare(key, time.monotonic())
         return asked
 
@@ -237,11 +175,11 @@ class KeyedLane:
     def grant(self, asked: Iterable[str], taken: Mapping[str, set[int]], now: float) -> None:
         """Store the slots that were taken for the keys of `asks`. A key that got none asks again later."""
         for name in asked:
-            key = self._key(name)
+            key = self.named(name)
             numbers = taken.get(name)
             if numbers:
                 self._set_slots(key, key.slots | numbers)
-                self._schedule(key)
+                self.schedule(key)
             else:
                 self._deny(key, now + _AGAIN_SECONDS)
 
@@ -249,8 +187,8 @@ class KeyedLane:
         """Replace the slots of all keys by those that the database shows for this instance."""
         now = time.monotonic()
         for name in numbers:
-            self._key(name)
-        changed = [key for name, key in self._keys.items() if key.slots != numbers.get(name, _NO_SLOTS)]
+            self.named(name)
+        changed = [key for name, key in self._names.items() if key.slots != numbers.get(name, _NO_SLOTS)]
         for key in changed:
             self._set_slots(key, numbers.get(key.name, _NO_SLOTS))
             self._note_spare(key, now)
@@ -261,16 +199,16 @@ class KeyedLane:
         if per_key != self.per_key:
             self.per_key = per_key
             now = time.monotonic()
-            for key in self._keys.values():
+            for key in self._names.values():
                 self._set_slots(key, key.slots)
                 self._note_spare(key, now)
-            self._schedule_again(self._keys.values())
+            self._schedule_again(self._names.values())
 
     def contest(self, names: Collection[str]) -> None:
         """Store the keys for which other instances wait."""
         self._contested = names
         for name in names:
-            key = self._keys.get(name)
+            key = self._names.get(name)
             if key is not None and len(key.slots) > self._need(key):
                 self._urgent[key] = None
 
@@ -296,7 +234,7 @@ class KeyedLane:
 
     def give_up(self) -> list[tuple[str, int]]:
         """Remove and return the slots of all keys, because no call runs and none starts soon."""
-        found = [(key.name, number) for key in self._keys.values() for number in key.slots]
+        found = [(key.name, number) for key in self._names.values() for number in key.slots]
         self.hold({})
         return found
 
@@ -317,8 +255,8 @@ class KeyedLane:
         released = sorted(key.slots, reverse=True)[: max(0, len(key.slots) - self._need(key))]
         self._set_slots(key, key.slots.difference(released))
         is_used = key.items or key.running or key.slots or key.is_ready or key.is_asking or key.is_denied
-        if not is_used and self._keys.get(key.name) is key:
-            del self._keys[key.name]
+        if not is_used and self._names.get(key.name) is key:
+            del self._names[key.name]
         return [(key.name, number) for number in released]
 
     def _set_slots(self, key: _Key, numbers: Set[int]) -> None:
@@ -344,31 +282,23 @@ class KeyedLane:
             for key in ready:
                 # A key that has lost its slots asks for slots now, and not after its turn.
                 key.is_ready = False
-                self._schedule(key)
+                self.schedule(key)
             for key in keys:
-                self._schedule(key)
+                self.schedule(key)
 
-    def _key(self, name: str) -> _Key:
-        key = self._keys.get(name)
-        if key is None:
-            key = self._keys[name] = _Key(name)
-        return key
-
-    def _put_first(self, item: FetchedEntry) -> None:
-        key = self._key(item.key)
-        key.items.appendleft(item)
-        self.waiting += 1
-        self._schedule(key)
-
-    def _schedule(self, key: _Key) -> None:
+    def schedule(self, named: _Key) -> None:
         """Put a key with messages where it waits: for its turn, or for a slot."""
-        if not key.items or key.is_ready:
+        if not named.items or named.is_ready:
             return
-        if key.may_start:
-            key.is_ready = True
-            self._ready.append(key)
-        elif key.usable < self.per_key and not key.is_denied:
-            self._ask(key)
+        if named.may_start:
+            named.is_ready = True
+            self._ready.append(named)
+        elif named.usable < self.per_key and not named.is_denied:
+            self._ask(named)
+
+    def shortened(self, named: _Key) -> None:
+        """Note that messages of a key have left the lane: it may have more slots than it needs."""
+        self._note_spare(named, time.monotonic())
 
     def _ask(self, key: _Key) -> None:
         key.is_asking = True

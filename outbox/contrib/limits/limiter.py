@@ -91,11 +91,6 @@ class Limiter:
         self._is_trusted = False
         pool.allow(0)
 
-    @classmethod
-    def lane(cls, declared: Limits) -> KeyedLane | None:
-        """Return the lane that serves each key within its slots; None without the limit `per_key`."""
-        return None if declared.per_key is None else KeyedLane(declared.per_key)
-
     # -- the dispatching thread -----------------------------------------------------------------
 
     def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:

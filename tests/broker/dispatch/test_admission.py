@@ -45,10 +45,6 @@ class Opening:
         self._option, self._lease, self._lanes = option, subscribed.admission_lease, lanes
         pool.allow(None)
 
-    @classmethod
-    def lane(cls, option: After) -> Lane | None:
-        return None
-
     def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
         self._lease.trusted_until = lease_clock() + term_seconds
 
