@@ -1,0 +1,6 @@
+"""Edit dead letters, or redirect them to another topic. docs/editing.md is its page.
+
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.editing"]
+
+    manage.py outbox_dead_letter edit billing --error-type KeyError --patch '{"currency": "EUR"}' --replay
+"""
