@@ -365,9 +365,7 @@ def test_another_operator_waits_for_the_edit(command: list[str], what: str) -> N
     thread = threading.Thread(target=other)
     with psycopg.connect(alias_conninfo("broker"), autocommit=True) as watching, broker_connection() as (connection, _):
         with connection.transaction():
-            edit(
-                Executor(connection, "outbox"), GROUP, LetterSelection(), changed, masked=lambda topic: (), limit=10
-            )
+            edit(Executor(connection, "outbox"), GROUP, LetterSelection(), changed, masked=lambda topic: (), limit=10)
             thread.start()
             waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
             eventually(lambda: watching.execute(waiting).fetchone() == (1,), within_seconds=30, what="waiting")

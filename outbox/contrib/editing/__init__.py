@@ -1,4 +1,5 @@
-"""Edit dead letters, or redirect them to another topic. docs/editing.md is its page.
+"""Dead letters that operators edit, or redirect to another topic, because a handler cannot handle their content.
+docs/editing.md is its page.
 
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.editing"]
 

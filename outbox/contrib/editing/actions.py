@@ -78,7 +78,7 @@ def _json(values: Values, name: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--{name} is not JSON: {error}.") from None
     if name != "body" and not isinstance(found, dict) and found is not NONE:
-        raise UsageError(f"--{name} is not a JSON object, such as {{\"name\": \"value\"}}.")
+        raise UsageError(f'--{name} is not a JSON object, such as {{"name": "value"}}.')
     return found
 
 
