@@ -20,7 +20,7 @@ from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.broker.operations.dead_letters import LetterSelection, replay
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
@@ -334,35 +334,19 @@ def test_a_letter_that_changed_after_the_plan_is_not_edited(verb: str) -> None:
     assert body_of(two) == b'{"amount":1}'
 
 
-@pytest.mark.usefixtures("databases")
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        (["outbox_dead_letter", "replay", GROUP, "--all"], "replay"),
-        pytest.param(
-            ["outbox_erase", "orders", "--key", "k", "--reason", "17"],
-            "erase",
-            marks=pytest.mark.skipif(not has("erasure"), reason="this tree lacks the part erasure"),
-        ),
-    ],
-)
-def test_another_operator_waits_for_the_edit(command: list[str], what: str) -> None:
-    subscribe()
-    [one] = bury({"amont": "Anna"})
+def wait_for_the_edit(other: Callable[[Executor], object]) -> None:
+    """Begin an edit of all letters, let another session wait for it, and commit."""
 
     def changed(letter: letters.Letter) -> Any:
         return edited(letter, get_codecs(), patch={"amount": "Anna"})
 
     done: list[object] = []
 
-    def other() -> None:
-        try:
-            call_command(*command, "--no-input", stdout=StringIO())
-            done.append("done")
-        finally:
-            connections.close_all()
+    def work() -> None:
+        with psycopg.connect(alias_conninfo("broker"), autocommit=True) as own, own.transaction():
+            done.append(other(Executor(own, "outbox")))
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=work)
     with psycopg.connect(alias_conninfo("broker"), autocommit=True) as watching, broker_connection() as (connection, _):
         with connection.transaction():
             edit(Executor(connection, "outbox"), GROUP, LetterSelection(), changed, masked=lambda topic: (), limit=10)
@@ -371,15 +355,30 @@ def test_another_operator_waits_for_the_edit(command: list[str], what: str) -> N
             eventually(lambda: watching.execute(waiting).fetchone() == (1,), within_seconds=30, what="waiting")
             assert done == []
     thread.join(30)
-    assert done == ["done"]
-    if what == "replay":
-        drain()
-        assert effects() == ["Anna -"]
-    else:
-        assert body_of(one) == b""
-        assert sql("SELECT body, content_type FROM outbox.edited_letter") == [(b"", "application/vnd.outbox.erased")]
-        with pytest.raises(CommandError, match="erased"):
-            run_edit("--all", "--body", "{}")
+    assert len(done) == 1
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_replay_waits_for_the_edit() -> None:
+    subscribe()
+    bury({})
+    wait_for_the_edit(lambda run: replay(run, GROUP))
+    drain()
+    assert (effects(), differences()) == (["Anna -"], [])
+
+
+@pytest.mark.skipif(not has("erasure"), reason="this tree lacks the part erasure")
+@pytest.mark.usefixtures("databases")
+def test_an_erasure_also_erases_the_content_before_an_edit_that_it_meets() -> None:
+    from outbox.contrib.erasure.broker_rows import erase, find_key
+
+    subscribe()
+    [one] = bury({"amont": "Anna"})
+    wait_for_the_edit(lambda run: erase(run, "orders", find_key(run, "orders", "k")))
+    assert body_of(one) == b""
+    assert sql("SELECT body, content_type FROM outbox.edited_letter") == [(b"", "application/vnd.outbox.erased")]
+    with pytest.raises(CommandError, match="erased"):
+        run_edit("--all", "--body", "{}")
     assert differences() == []
 
 
