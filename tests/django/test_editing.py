@@ -19,8 +19,10 @@ from django.db import connections
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.dead_letters import LetterSelection, replay
+from outbox.broker.schema import grants
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
@@ -28,7 +30,7 @@ from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.worker.drain import drain, drain_after_others
 from outbox.contrib.editing import letters
-from outbox.contrib.editing.letters import edit, edited, merged
+from outbox.contrib.editing.letters import edit, edited, merged, redirect
 from outbox.errors import UndecodableBody, UsageError
 from outbox.subscription import OnError, Subscription, SubscriptionOption
 from outbox.utils import faults
@@ -38,7 +40,7 @@ from tests.part_apps import has
 from tests.support import eventually
 
 GROUP = "billing"
-ERRORS = {KeyError: OnError.DEAD_LETTER, TypeError: OnError.DEAD_LETTER}
+ERRORS: dict[type[BaseException], OnError | str] = {KeyError: OnError.DEAD_LETTER, TypeError: OnError.DEAD_LETTER}
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
@@ -380,6 +382,34 @@ def test_an_erasure_also_erases_the_content_before_an_edit_that_it_meets() -> No
     with pytest.raises(CommandError, match="erased"):
         run_edit("--all", "--body", "{}")
     assert differences() == []
+
+
+# -- rights ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("databases")
+def test_the_role_work_edits_and_redirects_and_the_role_watch_only_reads() -> None:
+    subscribe()
+    one, two = (LetterSelection(message_ids=[each]) for each in bury({}, {}))
+
+    def changed(letter: letters.Letter) -> Any:
+        return edited(letter, get_codecs(), patch={"amount": 1})
+
+    # The roles of the server go with the transaction.
+    with psycopg.connect(alias_conninfo("broker")) as connection, connection.transaction(force_rollback=True):
+        executor = Executor(connection, "outbox")
+        for statement in grants.plan(executor, grants.Logins({})):
+            connection.execute(statement.encode())
+        connection.execute("SET LOCAL ROLE outbox_work")
+        assert edit(executor, GROUP, one, changed, masked=lambda topic: (), limit=1).changed
+        assert redirect(executor, GROUP, two, "payments", TopicCatalog("outbox"), limit=1).changed
+        connection.execute("SET LOCAL ROLE outbox_watch")
+        assert connection.execute("SELECT body FROM outbox.edited_letter").fetchall() == [(b"{}",)]
+        with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
+            edit(executor, GROUP, one, changed, masked=lambda topic: (), limit=1)
+        connection.execute("SET LOCAL ROLE outbox_publish")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
+            connection.execute("SELECT body FROM outbox.edited_letter")
 
 
 # -- the page --------------------------------------------------------------------------------------
