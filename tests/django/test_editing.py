@@ -170,13 +170,18 @@ def test_of_many_letters_those_that_cannot_be_edited_are_named_and_left() -> Non
     sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", exact, number)
     sql("UPDATE outbox.commit_log SET content_type = %s WHERE message_id = %s", "application/vnd.outbox.large", stored)
     sql("UPDATE outbox.commit_log SET headers = '[1]' WHERE message_id = %s", headers)
-    hostile = [text, listed, number, stored, headers]
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    [deepest] = bury({})
+    sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", deep, deepest)
+    hostile = [text, listed, number, stored, headers, deepest]
     before = [body_of(one) for one in hostile]
     with pytest.raises(CommandError) as caught:
         run_edit("--all", "--patch", '{"amount": 3}', "--replay")
     said = str(caught.value)
     for one, reason in zip(
-        hostile, ("UndecodableBody", "not an object", "lose digits", "stored elsewhere", "damaged"), strict=True
+        hostile,
+        ("UndecodableBody", "not an object", "lose digits", "stored elsewhere", "damaged", "UndecodableBody"),
+        strict=True,
     ):
         [place] = [part for part in said.split("), ") if str(one) in part]
         assert reason in place
@@ -191,9 +196,16 @@ def test_of_many_letters_those_that_cannot_be_edited_are_named_and_left() -> Non
 
 
 @pytest.mark.usefixtures("databases")
-def test_what_the_handler_could_not_read_is_refused() -> None:
+def test_what_the_handler_could_not_read_is_refused(outbox_settings: Callable[..., None]) -> None:
     subscribe(options=[Amounts()])
     [one] = bury({"amount": "five"})
+    for masked in ([], ["amount"]):
+        outbox_settings(MASKED_FIELDS={"orders": masked})
+        out, command = StringIO(), ["outbox_dead_letter", "edit", GROUP, "--all", "--body", '{"amount": "six"}']
+        with pytest.raises(CommandError, match="UndecodableBody"):
+            call_command(*command, "--dry-run", stdout=out)
+        assert ("six" in out.getvalue()) is not bool(masked)
+    outbox_settings(MASKED_FIELDS={})
     with pytest.raises(CommandError, match="UndecodableBody"):
         run_edit(str(one), "--patch", '{"amount": "six"}')
     assert body_of(one) == b'{"amount":"five"}'

@@ -21,7 +21,7 @@ from outbox.contrib.editing.letters import NONE, Letter, Outcome, edit, edited, 
 from outbox.errors import UsageError
 from outbox.message import Message
 from outbox.utils.faults import point
-from outbox.utils.safe_text import masked_names, masked_value
+from outbox.utils.safe_text import class_name, masked_names, masked_value, show_as
 
 # The audit names at most this many messages.
 _NOTED: Final = 100
@@ -52,9 +52,15 @@ def _edit(values: Values) -> ActionPlan:
 
     def changed(letter: Letter) -> Message:
         message = edited(letter, codecs, body=body, patch=patch, headers=headers)
-        if letter.topic in readers:
-            # The types and upcasters of the handler refuse a body that it could not read.
-            readers[letter.topic](message)
+        try:
+            if letter.topic in readers:
+                # The types and upcasters of the handler refuse a body that it could not read.
+                readers[letter.topic](message)
+        except Exception as error:
+            if _masked(letter.topic):
+                # Its text may have the value of a masked field.
+                show_as(error, class_name(error))
+            raise
         return message
 
     def do(run: Executor, selection: LetterSelection, limit: int) -> Outcome:

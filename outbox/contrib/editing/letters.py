@@ -263,8 +263,10 @@ def differences(letter: Letter, message: Message, masked: Collection[str]) -> It
     """Yield each field that an edit changes, with its old and new value."""
     body = _changed("body", readable(letter.body, masked), readable(message.body, masked))
     headers = _changed("headers", masked_value(letter.headers, masked), masked_value(message.headers, masked))
-    changed = [*body, *headers]
-    yield from changed or ["masked or invisible content"]
+    try:
+        yield from [*body, *headers] or ["masked or invisible content"]
+    except RecursionError:
+        yield "a body that is too deep to be shown"
 
 
 def _changed(path: str, old: Any, new: Any) -> Iterator[str]:
