@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/events": {"outbox", "django"},
     "outbox/contrib/blocked_keys": {"outbox", "django", "psycopg"},
     "outbox/contrib/fair_share": {"outbox", "django"},
+    "outbox/contrib/editing": {"outbox", "django"},
     "outbox/contrib/limits": {"outbox", "django", "psycopg"},
     "outbox/contrib/rocketmq": {"outbox", "django"},
     "outbox/contrib/saga": {"outbox", "django"},

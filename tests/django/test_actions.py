@@ -409,7 +409,7 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 # Each of them is what a process does by itself, or stores what a run of Spark found.
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
-READS |= {"outbox_dead_letter list", "outbox_transaction list"}
+READS |= {"outbox_dead_letter list", "outbox_transaction list", "outbox_dead_letter edited"}
 READS |= {
     "outbox_relay list",
     "outbox_endpoint list",

@@ -51,6 +51,12 @@ PARTS: Final = (
         tests=("crash_kit/", "django/test_crash_kit_input.py", "sample/crash_cases.py", "sample/test_crashes.py"),
     ),
     Part(
+        "editing",
+        r"contrib[./]editing\b|edited_letter|outbox_dead_letter (?:edit|redirect)|redirected-from",
+        ("contrib/editing/",),
+        tests=("django/cases_of_editing.py", "django/test_editing.py"),
+    ),
+    Part(
         "encryption",
         r"encrypt|subject_?key",
         ("contrib/encryption/",),

@@ -173,6 +173,18 @@ WITH chosen AS (
 )
 """
 )
+_LOCK = Statement(_CHOSEN + "SELECT log_id FROM chosen ORDER BY log_id")
+
+
+def lock(run: Executor, group: str, selection: LetterSelection, *, limit: int) -> list[int]:
+    """Lock at most `limit` dead letters, the oldest first, until the transaction ends. Return their log ids.
+
+    Meanwhile no other transaction replays or discards them. Raises UnknownGroup.
+    """
+    values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
+    return [log_id for (log_id,) in run.rows(_LOCK, values)]
+
+
 _TOPICS = Statement(_CHOSEN + "SELECT DISTINCT topic_id FROM chosen ORDER BY topic_id")
 _REPLAY = Statement(
     _CHOSEN

@@ -8,8 +8,8 @@
 -- deletes the rows of each table.
 --
 -- The tables that every message passes through (commit_log, op_log, consume_queue, tick, consumer_offset) are
--- append-only: rows are inserted and later deleted, and readers only scan forward. Only the removal of a person's data
--- updates rows: it replaces the content of messages in commit_log.
+-- append-only: rows are inserted and later deleted, and readers only scan forward. Only actions of
+-- operators update rows, such as the removal of a person's data: they replace the content of messages in commit_log.
 
 -- ---------------------------------------------------------------------------------------------------
 -- The broker itself

@@ -38,12 +38,12 @@ def seeing(view: View) -> View:
     return _guarded(require_safe, reading_once, [SEE])
 
 
-def acting(permission: str) -> Callable[[View], View]:
+def acting(*permissions: str) -> Callable[[View], View]:
     """Wrap a view that changes something: it accepts only POST, and only with the CSRF token.
 
-    The user must be staff, with `permission` and with the permission to see the page.
+    The user must be staff, with these permissions and with the permission to see the page.
     """
-    return lambda view: _guarded(require_POST, view, [SEE, permission])
+    return lambda view: _guarded(require_POST, view, [SEE, *permissions])
 
 
 def _guarded(method: Callable[[View], View], view: View, permissions: list[str]) -> View:

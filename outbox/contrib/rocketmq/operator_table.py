@@ -15,6 +15,7 @@ _LEDGER_DECIDES: Final = (
 )
 _MQADMIN: Final = "Use RocketMQ's own tool:"
 _ON_POSTGRES: Final = "Run it with settings whose BROKER is the alias of a broker in PostgreSQL."
+_PUBLISH_ANEW: Final = "Publish the corrected message anew, then `outbox_dead_letter discard`."
 
 COMMANDS: Final[Mapping[str, str]] = {
     "outbox_audit": "`outbox_status` shows the counts that RocketMQ has.",
@@ -24,6 +25,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_dead_letter list": "",
     "outbox_dead_letter replay": "",
     "outbox_dead_letter discard": "",
+    "outbox_dead_letter edit": _PUBLISH_ANEW,
+    "outbox_dead_letter edited": "RocketMQ changes no stored message, so there are no edits.",
+    "outbox_dead_letter redirect": _PUBLISH_ANEW,
     "outbox_doctor": "",
     "outbox_endpoint list": _ON_POSTGRES,
     "outbox_endpoint enable": _ON_POSTGRES,
@@ -86,6 +90,7 @@ PAGES: Final[Mapping[str, str]] = {
     "undecided": _OVERVIEW,
     "dead_letters": _OVERVIEW,
     "letters": "",
+    "edited": "RocketMQ changes no stored message, so there are no edits.",
     "waiting": "RocketMQ does not list waiting messages; the overview page shows the number of retries per group.",
     "groups": _OVERVIEW,
     "group": "Use `outbox_group offsets GROUP`.",

@@ -58,7 +58,7 @@ def test_pages_are_for_staff_with_the_permission(world: World) -> None:
 
 
 def test_actions_are_refused_without_permission_without_token_and_by_get(world: World) -> None:
-    may = make_user("view_operations", "act")
+    may = make_user(*ALL)
     operator, without_token = client_of(may), client_of(may, csrf=True)
     users = (make_user("view_operations", "view_bodies"), make_user("act"), make_user(*ALL, staff=False))
     refused = [client_of(None), *map(client_of, users), without_token]

@@ -10,7 +10,7 @@ from django.shortcuts import redirect
 
 from outbox.contrib.console.access import acting
 from outbox.contrib.console.asking import ACTION_SECONDS, values_of
-from outbox.contrib.console.rendering import render
+from outbox.contrib.console.rendering import BODIES, render
 from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.database import deadline
@@ -23,7 +23,7 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
 
     assert action.permission is not None
 
-    @acting(action.permission)
+    @acting(action.permission, *([BODIES] if action.shows_bodies else []))
     def view(request: HttpRequest) -> HttpResponse:
         given = request.POST
         plan = action.plan(values_of(action.fields, given))

@@ -196,7 +196,8 @@ class DeclaredAction:
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `section`: where the form is on the page of a group.
+    action, and only a command runs the action. `section`: where the form is on the page of a group. `shows_bodies`: the
+    plan shows bodies, so the page also requires the permission to see them.
     """
 
     name: str
@@ -206,6 +207,7 @@ class DeclaredAction:
     plan: Plan
     permission: str | None = ACT
     section: GroupSection | None = None
+    shows_bodies: bool = False
 
     @property
     def subcommand(self) -> str:
@@ -220,6 +222,7 @@ def action(
     *fields: Field,
     permission: str | None = ACT,
     section: GroupSection | None = None,
+    shows_bodies: bool = False,
 ) -> Callable[[Plan], DeclaredAction]:
     """Declare the action that the decorated function plans. The parameters are those of `DeclaredAction`."""
-    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, section)
+    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, section, shows_bodies)

@@ -60,7 +60,7 @@ SELECTION: Final = (
     ),
     Field("until", "only messages that became dead letters before this time; ISO 8601", FieldKind.TIME),
 )
-_SETTLING: Final = (
+SETTLING: Final = (
     GROUP,
     _MESSAGES,
     *SELECTION,
@@ -101,6 +101,16 @@ def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, 
     if (server := observer()) is not None:
         replay = settle is dead_letters.replay
         return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
+    return settle_selected(settle, done, group, selection, limit=limit, dry_run=dry_run)
+
+
+def settle_selected(
+    settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool
+) -> int:
+    """Call `settle(run, group, selection, limit=…)`, which returns a number of letters, in a transaction.
+
+    If one of the ids is not among these letters, the function raises UsageError, and nothing is `done`.
+    """
     with broker_connection() as (connection, schema):
         with connection.transaction(force_rollback=dry_run):
             count = settle(Executor(connection, schema), group, selection, limit=limit)
@@ -117,7 +127,7 @@ def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, 
 # -- dead letters ---------------------------------------------------------------------------------------
 
 
-@action("replay", "Deliver dead letters again", "outbox_dead_letter replay", *_SETTLING)
+@action("replay", "Deliver dead letters again", "outbox_dead_letter replay", *SETTLING)
 def _replay(values: Values) -> ActionPlan:
     server = observer()
     return _settling(
@@ -130,7 +140,7 @@ def _replay(values: Values) -> ActionPlan:
     )
 
 
-@action("discard", "Discard dead letters", "outbox_dead_letter discard", *_SETTLING)
+@action("discard", "Discard dead letters", "outbox_dead_letter discard", *SETTLING)
 def _discard(values: Values) -> ActionPlan:
     return _settling(
         values,
@@ -143,11 +153,7 @@ def _discard(values: Values) -> ActionPlan:
 
 def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dangerous: bool) -> ActionPlan:
     group, limit = values["group"], values["limit"]
-    selection = _selection(values)
-    which = _described(selection)
-    if values["until"] is None:
-        # The action does not include dead letters that arrive after this plan.
-        selection = replace(selection, until=_now())
+    selection, which = pinned_selection(values)
     count = settle(group, selection, limit=limit, dry_run=True)
     more = (
         f" One action settles at most {limit:,} dead letters: repeat the action for the other dead letters."
@@ -169,6 +175,16 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
         nothing=count == 0,
         do=do,
     )
+
+
+def pinned_selection(values: Values) -> tuple[LetterSelection, str]:
+    """Return the dead letters that the values of an action select, and a description of the selection.
+
+    Dead letters that arrive after the plan are not included.
+    """
+    selection = _selection(values)
+    pinned = selection if selection.until is not None else replace(selection, until=_now())
+    return pinned, _described(selection)
 
 
 def _now() -> datetime:

@@ -89,7 +89,7 @@ class OutboxCommand(BaseCommand):
         if options["no_input"]:
             return
         try:
-            answer = input(inert(f"{what} Type 'yes' to continue: "))
+            answer = input(inert(f"{what} Type 'yes' to continue: ", keep="\n"))
         except EOFError:
             raise CommandError(f"{what} Standard input is closed, so nothing was changed: pass --no-input.") from None
         if answer.strip() != "yes":
