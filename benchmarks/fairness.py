@@ -59,7 +59,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(*, tenants_only: bool) -> None:
+def main() -> None:
+    tenants_only = len(sys.argv) > 1
     rows = []
     with server() as url:
         for number, (way, options) in enumerate(WAYS.items()):
@@ -215,6 +216,6 @@ def compute(seconds: float) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] in ([], ["tenants"]):
-        main(tenants_only=len(sys.argv) > 1)
+        main()
     else:
         consume(json.loads(sys.argv[1]))

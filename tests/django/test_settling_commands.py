@@ -198,9 +198,9 @@ def _paused(group: str) -> bool:
 
 ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
 LOOKS = ["audit compare", "doctor", "status", "transaction check"]
-LOOKS += ["dead_letter list", "group list", "group offsets", "topic list"]
+LOOKS += ["dead_letter list", "dead_letter edited", "group list", "group offsets", "topic list"]
 LOOKS += ["message list", "message show", "transaction list"]
-PAGED = ["dead_letter list", "message list", "transaction list"]
+PAGED = ["dead_letter list", "dead_letter edited", "message list", "transaction list"]
 
 
 def parsers() -> Iterator[tuple[str, ArgumentParser]]:

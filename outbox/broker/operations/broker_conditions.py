@@ -700,8 +700,8 @@ def worse(*severities: Severity | None) -> Severity | None:
 
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
-    next_step="If the evidence names a limit, the group waits for its own limit: raise it if the service behind "
-    "the handler allows it. Otherwise add consumers, or fix the slow or blocked handler: "
+    next_step="If the evidence names a limit, the group waits for this limit: raise it if the service behind the "
+    "handler allows it. If the evidence names no limit, add consumers, or fix the slow or blocked handler: "
     "`outbox_group offsets GROUP` shows which queues are behind.",
     concern=Concern.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
@@ -859,8 +859,7 @@ def quarantined(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Handlers run past their timeout and do not return.",
-    next_step="Find the lock or the call for which the handlers wait without a timeout, and give this lock or call a "
-    "timeout.",
+    next_step="Find the lock or the call that keeps the handlers waiting, and give it a timeout.",
     concern=Concern.WAITING,
 )
 def hung_handlers(state: BrokerState) -> Counted:

@@ -208,9 +208,12 @@ def _each(
             if not isinstance(letter.headers, dict):
                 raise LeftAsItIs("its headers are damaged")
             message = changed(letter)
+        except LeftAsItIs as error:
+            outcome.left[letter.message_id] = str(error)
+            shown = f"left as it is: {error}"
         except Exception as error:
             # The errors of the application's codecs and types may show content, which must not be in the audit.
-            outcome.left[letter.message_id] = str(error) if isinstance(error, LeftAsItIs) else class_name(error)
+            outcome.left[letter.message_id] = class_name(error)
             shown = f"left as it is: {shown_text(error)}"
         else:
             shown = store(letter, message)

@@ -394,8 +394,7 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 
 
 @CONDITIONS.declare(
-    meaning="Sagas make no progress, because the message of their step, or of a deadline that has passed, will not "
-    "arrive.",
+    meaning="Sagas wait for a message that will not arrive: that of their step, or that of a deadline that has passed.",
     next_step="Replay the dead letters of the stalled sagas: `outbox_dead_letter list GROUP`. The role `check` "
     "publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
