@@ -26,7 +26,7 @@ VARIANTS: Final[Mapping[str, Sequence[str]]] = {
     "lease": ("NO_INBOX", "INBOX_APART", "OFFSET_FIRST", "NO_EPOCH", "GREATEST_FINISHED"),
     "claim": (
         *("STORED_BEFORE_CALL", "STEP_WITHOUT_TOKEN", "FINISH_WITHOUT_TOKEN", "INBOX_AT_CLAIM", "NO_RETURN"),
-        "FINISH_APART",
+        *("FINISH_APART", "CALLED_AGAIN", "CLAIMED_EARLY", "TOKEN_COUNTED"),
     ),
 }
 CORRECT: Final[Mapping[str, Sequence[str]]] = {
