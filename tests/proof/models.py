@@ -24,7 +24,10 @@ VARIANTS: Final[Mapping[str, Sequence[str]]] = {
         *("PRUNED_BEFORE_DECIDED", "AT_ONCE PRUNED_BEFORE_DECIDED"),
     ),
     "tick": ("ID_CURSOR", "NO_LIST", "NO_TICK_KEY", "TICK_APART", "NO_LIFE"),
-    "lease": ("NO_INBOX", "INBOX_APART", "OFFSET_FIRST", "NO_EPOCH", "GREATEST_FINISHED"),
+    "lease": (
+        *("NO_INBOX", "INBOX_APART", "OFFSET_FIRST", "NO_EPOCH", "GREATEST_FINISHED", "BEGUN_IS_FINISHED"),
+        *("SAME_EPOCH", "TAKEN_EARLY"),
+    ),
     "claim": (
         *("STORED_BEFORE_CALL", "STEP_WITHOUT_TOKEN", "FINISH_WITHOUT_TOKEN", "INBOX_AT_CLAIM", "NO_RETURN"),
         *("FINISH_APART", "CALLED_AGAIN", "CLAIMED_EARLY", "TOKEN_COUNTED"),
@@ -75,7 +78,7 @@ def run(model: str, variant: str = "", *, size: int = QUICK) -> Outcome:
         # -E: a process that waits for ever is no error, because clocks and checkers do.
         command = [str(program), "-E", f"-m{_DEPTH}"]
         text = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-    failed = re.search(r"assertion violated \((.+)\) \(at depth", text)
+    failed = re.search(r"assertion violated (.+) \(at depth", text)
     states = re.search(r"([\d.e+]+) states, stored", text)
     assert states is not None, text
     is_complete = "Search not completed" not in text and "max search depth too small" not in text
