@@ -8,8 +8,8 @@
    may have it handled once more: its inbox row and its results are deleted, although a frozen worker may still continue.
 
    The other systems do not recognise a repeated call: each call answers another number. So the model shows that all
-   stored values belong together, and that a finished message has called each system. A call may be repeated after a death,
-   a lost claim or by the operator, and at no other time.
+   stored values belong together, and that a finished message has called each system. Only a death, a lost claim or the
+   operator repeats a call.
 
    Broken variants: STORED_BEFORE_CALL, STEP_WITHOUT_TOKEN, FINISH_WITHOUT_TOKEN, INBOX_AT_CLAIM, NO_RETURN,
    FINISH_APART, CALLED_AGAIN, CLAIMED_EARLY (a claim that has not ended is taken over, twice), TOKEN_COUNTED (the row

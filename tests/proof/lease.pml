@@ -1,9 +1,10 @@
 /* Lease and epoch of one queue: two consumers handle three messages and store offsets; an operator resets the group.
 
    A consumer acquires the lease when it is free or has ended, which raises the epoch, and begins at the newest offset. It
-   handles up to two messages at once, in any order, and stores the lowest offset whose message is not finished, also while
-   a handler runs. It may freeze between any two statements: its lease ends, the other consumer goes on, and the frozen one continues later. It
-   may die, and forgets all. Before COMMIT it asks its clock whether the lease still holds, and may freeze after that.
+   handles up to two messages at once, in any order, and stores the lowest offset whose message is not finished, also
+   while a handler runs. It may freeze between any two statements: its lease ends, the other consumer goes on, and the
+   frozen one continues later. It may die, and forgets all. Before COMMIT it asks its clock whether the lease still holds,
+   and may freeze after that.
 
    The effect and the inbox row of a message are one transaction, per generation of the group. A reset raises the
    generation and the epoch, and begins at offset 0 again: every message has its effect once more.
@@ -75,13 +76,10 @@ inline store(with, number, position) {
     :: with > newest_epoch || (with == newest_epoch && number > newest_ordinal) ->
 #endif
         newest_epoch = with; newest_ordinal = number; newest = position
-    :: else ->
-        /* The primary key: no two rows of an epoch have the same ordinal. */
-        assert(with < newest_epoch)
+    :: else -> assert(with < newest_epoch)   /* The primary key: an epoch has each ordinal once. */
     fi
 }
 
-/* What is finished may be stored at any time. */
 inline store_next() {
 #ifdef GREATEST_FINISHED
     atomic { if :: done & BIT(at) -> next = at + 1 :: else -> next = from fi };
@@ -177,7 +175,8 @@ acquire:
         store_next()
     od;
 die:
-    atomic { dead[me] = true; relies[me] = false; from = 0; next = 0; done = 0; ordinal = 0; at = 0; mine = 0; holds = false };
+    atomic { dead[me] = true; relies[me] = false; mine = 0;
+        from = 0; next = 0; done = 0; ordinal = 0; at = 0; holds = false };
     /* Its supervisor starts it again. */
     atomic { dead[me] = false; if :: owner == me -> owner = NOBODY :: else -> skip fi };
     goto acquire;

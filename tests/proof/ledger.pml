@@ -2,9 +2,10 @@
 
    What is modelled: the client of the transaction, which may die at any step or lose its connection while COMMIT runs;
    the server's session, which runs a COMMIT that was sent although the client is dead, and rolls back when the client
-   is gone; an end message, which may be lost or late; two checkers; pruning; one restore of the broker, after which the
-   broker has forgotten the decision. A parked transaction is checked again, twice at most, once its row is there. A statement is one step. The half message may be stored before or after the
-   ledger row (-DAT_ONCE; by default after it).
+   is gone; an end message, which may be lost or late; two checkers, which an operator asks about a parked transaction
+   again once its row is there (twice without an answer); pruning; one restore of the broker, after which the broker has forgotten the
+   decision. A statement is one step. The half message may be stored before or after the ledger row (-DAT_ONCE; by
+   default after it).
 
    Assumed: a primary key admits one row, and an INSERT waits for an open row of the same key. The broker keeps a stored
    half message. The server tells its client whether a transaction was aborted. What UNKNOWN means to the operator is

@@ -3,17 +3,17 @@
    A tick reads the decisions that its snapshot shows and the last tick's snapshot did not, appends them to the queue and
    stores its own snapshot, all in one transaction. Ticks and offsets commit without waiting for the disk; decisions wait,
    and the log of the server is one sequence, so what was written before them is on disk with them. Effects are in
-   another server, which does not crash. A transaction may stay open for ever. A crash of the server takes it back to what
-   is on disk and ends all sessions. The first session after it begins a new life: stored offsets past the end of the
-   queue go back to the end, and offsets of the former life are refused. With -DPOOLER, the consumer's connection outlives
-   the crash, and the new life begins some time after it.
+   another server, which does not crash. A transaction may stay open for ever. A crash of the server takes it back to
+   what is on disk and ends all sessions. The first session after it begins a new life: stored offsets past the end of
+   the queue go back to the end, and offsets of the former life are refused. With -DPOOLER, the consumer's connection
+   outlives the crash, and the new life begins some time after it.
 
    Assumed: snapshots as PostgreSQL makes them (xmax, and the list of transactions in progress below it); a primary key
    admits one row. Queue entries are messages 1 to 3; the effect of a message and its inbox row are one transaction.
 
    Broken variants: ID_CURSOR, NO_LIST (a horizon without the list of transactions in progress), NO_TICK_KEY,
-   TICK_APART, NO_LIFE, UP_TO_OLDEST (a tick reads up to the oldest open transaction); with POOLER: OFFSETS_KEPT (past the
-   end of the queue), ANY_LIFE (an offset of a former life is stored), POSITION_FIRST (it is read before the life). */
+   TICK_APART, NO_LIFE, UP_TO_OLDEST (a tick reads up to the oldest open transaction); with POOLER: OFFSETS_KEPT (past
+   the end), ANY_LIFE (an offset of a former life is stored), POSITION_FIRST (it is read before the life). */
 
 #include "steps.pml"
 
@@ -39,7 +39,6 @@ byte effects[N + 1];
 byte inbox = 0;
 bool crashed = false;
 bool unborn = false;                 /* with POOLER: after a crash, until the new life begins */
-byte reloads = 0;
 byte session = 0;                    /* a crash ends the sessions of the number before */
 
 /* Whether a tick now would read the decision of transaction x. */
@@ -140,7 +139,7 @@ active [2] proctype Leader() {
 
 #ifndef TRACE
 active proctype Consumer() {
-    byte next = 0, life = 0, mine = 0, message;
+    byte next = 0, life = 0, mine = 0, message, reloads = 0;
     do
 #ifdef POOLER
     /* It looks at the life now and then, because its connection does not show that the server has started anew. */
