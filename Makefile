@@ -113,7 +113,7 @@ faults: $(STAMP) ## The longest runs: every fault many times
 oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (SECONDS=180, HOURS=2)
 	$(BIN)/python -W ignore -m tests.oracle --total $(if $(HOURS),$$(($(HOURS) * 3600)),$(or $(SECONDS),600))
 
-proof: $(BIN)/python ## The models of the protocols, and that their broken variants are caught: five minutes (needs Spin and a C compiler)
+proof: $(BIN)/python ## The models of the protocols, and that their broken variants are caught: seven minutes (needs Spin and a C compiler)
 	$(BIN)/python -m tests.proof
 
 docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning fails

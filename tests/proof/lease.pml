@@ -1,9 +1,10 @@
 /* Lease and epoch of one queue: two consumers handle three messages and store offsets; an operator resets the group.
 
    A consumer acquires the lease when it is free or has ended, which raises the epoch, and begins at the newest offset. It
-   handles up to two messages at once, in any order, and stores the lowest offset whose message is not finished. It may
-   freeze between any two statements: its lease ends, the other consumer goes on, and the frozen one continues later. It
-   may die, and forgets all. Before COMMIT it asks its clock whether the lease still holds, and may freeze after that.
+   handles up to two messages at once, in any order, and stores the lowest offset whose message is not finished, also
+   while a handler runs. It may freeze between any two statements: its lease ends, the other consumer goes on, and the
+   frozen one continues later. It may die, and forgets all. Before COMMIT it asks its clock whether the lease still holds,
+   and may freeze after that.
 
    The effect and the inbox row of a message are one transaction, per generation of the group. A reset raises the
    generation and the epoch, and begins at offset 0 again: every message has its effect once more.
@@ -14,7 +15,9 @@
    Assumed: a primary key admits one inbox row. An offset is a row of its own; the newest one has the greatest (epoch,
    ordinal). The statement that stores it sees the lease at its start, so it may store with an epoch that has just ended.
 
-   Broken variants: NO_INBOX, INBOX_APART, OFFSET_FIRST, NO_EPOCH (the last row written counts), GREATEST_FINISHED. */
+   Broken variants: NO_INBOX, INBOX_APART, OFFSET_FIRST, NO_EPOCH (the last row written counts), GREATEST_FINISHED,
+   BEGUN_IS_FINISHED, SAME_EPOCH (a takeover does not raise the epoch), TAKEN_EARLY (a lease that has not ended is taken
+   over, twice). */
 
 #include "steps.pml"
 
@@ -44,8 +47,15 @@
 
 byte owner = NOBODY, epoch = 0, generation = 0;
 bool ended[CONSUMERS];                /* whether the lease of this consumer has ended by the clock */
+bool relies[CONSUMERS];               /* whether this consumer may rely on its lease, by its own clock */
 bool dead[CONSUMERS];
 byte ends = 0, deaths = 0;
+#ifdef TAKEN_EARLY
+byte early = 0;
+#define HAS_ENDED (ended[owner] || early < 2)
+#else
+#define HAS_ENDED ended[owner]
+#endif
 
 byte newest_epoch = 0, newest_ordinal = 0, newest = 0;   /* the offset that counts */
 byte effects[2 * N];                  /* by generation and message */
@@ -66,6 +76,33 @@ inline store(with, number, position) {
     :: with > newest_epoch || (with == newest_epoch && number > newest_ordinal) ->
 #endif
         newest_epoch = with; newest_ordinal = number; newest = position
+    :: else -> assert(with < newest_epoch)   /* The primary key: an epoch has each ordinal once. */
+    fi
+}
+
+inline store_next() {
+#ifdef GREATEST_FINISHED
+    atomic { if :: done & BIT(at) -> next = at + 1 :: else -> next = from fi };
+#else
+    atomic { next = from; do
+        :: next < N && (done & BIT(next)) -> next++
+#ifdef OFFSETS_LATER
+        :: break
+#else
+        :: else -> break
+#endif
+        od };
+#endif
+    if
+    :: next > from ->
+        /* The statement reads the lease, and then stores. */
+        holds = owner == me && mine == epoch;
+        atomic { if
+        :: holds && NEXT(DATABASE, STORED, me, next) ->
+            TAKE(DATABASE); store(mine, ordinal + 1, next); ordinal++; from = next
+        :: !holds -> skip
+        fi };
+        if :: holds -> skip :: else -> goto lost fi
     :: else -> skip
     fi
 }
@@ -74,10 +111,21 @@ proctype Consumer(byte me) {
     byte mine = 0, from = 0, next = 0, done = 0, ordinal = 0, era = 0, at = 0;
     bool holds;
 acquire:
-    atomic { ((owner == NOBODY || (owner != me && ended[owner]) || (owner == me && (ended[me] || mine != epoch)))
+    atomic { ((owner == NOBODY || (owner != me && HAS_ENDED) || (owner == me && (ended[me] || mine != epoch)))
               && NEXT(DATABASE, ACQUIRED, me, 0)) ->
         TAKE(DATABASE);
-        owner = me; epoch++; mine = epoch; ended[me] = false;
+#ifdef TAKEN_EARLY
+        if :: owner != NOBODY && owner != me && !ended[owner] -> early++ :: else -> skip fi;
+#endif
+#ifdef SAME_EPOCH
+        if :: owner == NOBODY -> epoch++ :: else -> skip fi;
+#else
+        epoch++;
+#endif
+        owner = me; mine = epoch; ended[me] = false;
+        /* A lease is acquired only when nobody else relies on it. */
+        for (at : 0 .. CONSUMERS - 1) { assert(at == me || !relies[at]) };
+        relies[me] = true;
         from = newest; done = 0; ordinal = 0; era = generation;
         at = 0 };
     do
@@ -107,6 +155,11 @@ acquire:
             :: holds -> skip
             :: else -> goto lost
             fi;
+#ifdef BEGUN_IS_FINISHED
+            done = done | BIT(at);
+#endif
+            /* Another thread stores the offset while the handler runs. */
+            if :: store_next() :: skip fi;
             if :: deaths < DEATHS -> deaths++; goto die :: skip fi;
             atomic { if
             :: IS_NEW && NEXT(DATABASE, EFFECT, me, at) ->
@@ -119,52 +172,31 @@ acquire:
 #endif
             done = done | BIT(at)
         fi;
-        /* The next offset to store. */
-#ifdef GREATEST_FINISHED
-        atomic { if :: done & BIT(at) -> next = at + 1 :: else -> next = from fi };
-#else
-        atomic { next = from; do
-            :: next < N && (done & BIT(next)) -> next++
-#ifdef OFFSETS_LATER
-            :: break
-#else
-            :: else -> break
-#endif
-            od };
-#endif
-        if
-        :: next > from ->
-            /* The statement reads the lease, and then stores. */
-            holds = owner == me && mine == epoch;
-            atomic { if
-            :: holds && NEXT(DATABASE, STORED, me, next) ->
-                TAKE(DATABASE); store(mine, ordinal + 1, next); ordinal++; from = next
-            :: !holds -> skip
-            fi };
-            if :: holds -> skip :: else -> goto lost fi
-        :: else -> skip
-        fi
+        store_next()
     od;
 die:
-    atomic { dead[me] = true; from = 0; next = 0; done = 0; ordinal = 0; at = 0; mine = 0; holds = false };
+    atomic { dead[me] = true; relies[me] = false; mine = 0;
+        from = 0; next = 0; done = 0; ordinal = 0; at = 0; holds = false };
     /* Its supervisor starts it again. */
     atomic { dead[me] = false; if :: owner == me -> owner = NOBODY :: else -> skip fi };
     goto acquire;
 lost:
-    atomic { from = 0; next = 0; done = 0; ordinal = 0; at = 0; holds = false };
+    atomic { relies[me] = false; from = 0; next = 0; done = 0; ordinal = 0; at = 0; holds = false };
     goto acquire
 }
 
 /* The lease of the owner ends: it was frozen, or cut off. */
 active proctype Clock() {
     do
-    :: atomic { ends < ENDS && owner != NOBODY && !ended[owner] -> ends++; ended[owner] = true }
+    :: atomic { ends < ENDS && owner != NOBODY && !ended[owner] -> ends++; ended[owner] = true; relies[owner] = false }
     od
 }
 
 #ifndef TRACE
 active proctype Operator() {
+    byte i;
     atomic { generation == 0 ->
+        for (i : 0 .. CONSUMERS - 1) { relies[i] = false }; i = 0;
         generation = 1; epoch++; owner = NOBODY;
         newest_epoch = epoch; newest_ordinal = 0; newest = 0 }
 }

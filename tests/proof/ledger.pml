@@ -2,16 +2,18 @@
 
    What is modelled: the client of the transaction, which may die at any step or lose its connection while COMMIT runs;
    the server's session, which runs a COMMIT that was sent although the client is dead, and rolls back when the client
-   is gone; an end message, which may be lost or late; two checkers; pruning; one restore of the broker, after which the
-   broker has forgotten the decision. A statement is one step. The half message may be stored before or after the
-   ledger row (-DAT_ONCE; by default after it).
+   is gone; an end message, which may be lost or late; two checkers, which an operator asks about a parked transaction
+   again once its row is there (twice without an answer); pruning; one restore of the broker, after which the broker has forgotten the
+   decision. A statement is one step. The half message may be stored before or after the ledger row (-DAT_ONCE; by
+   default after it).
 
    Assumed: a primary key admits one row, and an INSERT waits for an open row of the same key. The broker keeps a stored
    half message. The server tells its client whether a transaction was aborted. What UNKNOWN means to the operator is
    outside of the model: `parked` stands for it.
 
    Broken variants: NO_BARRIER, NO_TOMBSTONE (with AT_ONCE), BLIND_END, ROLLBACK_FOR_ABSENT, PRUNED_UNDECIDED,
-   NO_PRUNED_BEFORE, HALF_AFTER_COMMIT.
+   NO_PRUNED_BEFORE, HALF_AFTER_COMMIT, PARKED_FIRST (pruned_before counts before the row), PRUNED_BEFORE_DECIDED
+   (pruned_before may pass an undecided half message, although no row goes).
 
    Deciders never contradict each other here: nothing fails if the broker lets the last decision win. */
 
@@ -48,6 +50,8 @@ bool committed = false;      /* the business write is stored */
 bool gone = false;           /* the session's client has died or was cut off */
 bool pruned_before = false;  /* the ledger may have forgotten the row */
 bool restored = false;
+bool early = false;          /* pruning had passed the id before the half message came */
+byte rechecks = 0;
 
 #ifdef BLIND_END
 #define READS_COMMITTED knows
@@ -159,11 +163,17 @@ active proctype Wire() {
 
 active [2] proctype Checker() {
     mtype answer;
+    bool again;
     do
-    :: half && decision == undecided && !parked ->
+    :: atomic { half && decision == undecided && (!parked || (row == present && rechecks < 2)) -> again = parked };
         answer = undecided;
         if
+#ifdef PARKED_FIRST
+        :: pruned_before -> parked = true
+        :: row == present && !pruned_before -> answer = commit
+#else
         :: row == present -> answer = commit
+#endif
         :: row != present ->
 #ifdef NO_BARRIER
             answer = rollback
@@ -189,17 +199,21 @@ active [2] proctype Checker() {
 #endif
         fi;
         /* A checker that dies here loses its answer; the check is due again. */
-        if :: answer != undecided -> decide(answer, CHECK) :: skip fi
+        if
+        :: answer != undecided -> decide(answer, CHECK)
+        :: answer != undecided -> skip
+        :: answer == undecided -> if :: again -> rechecks++ :: else -> skip fi
+        fi
     od
 }
 
 active proctype Pruning() {
     atomic { if
-#ifndef PRUNED_UNDECIDED
-    :: !half || decision != undecided -> pruned_before = true
-    :: else -> goto end_pruning
+#if defined(PRUNED_UNDECIDED) || defined(PRUNED_BEFORE_DECIDED)
+    :: true -> early = !half; pruned_before = true
 #else
-    :: pruned_before = true
+    :: !half || decision != undecided -> early = !half; pruned_before = true
+    :: else -> goto end_pruning
 #endif
     fi }
 #ifndef PRUNED_UNDECIDED
@@ -224,11 +238,8 @@ active proctype Restore() {
 active proctype Judge() {
     timeout;
     assert(!committed || half);
-#ifdef AT_ONCE
-    assert(!committed || decision == commit || (pruned_before && parked));
-#else
     assert(!committed || decision == commit || (restored && parked));
-#endif
     assert(!half || decision != undecided || parked);
+    assert(!parked || restored || early);
 }
 #endif
