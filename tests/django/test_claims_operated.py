@@ -186,11 +186,12 @@ def test_check_compares_time_limits() -> None:
 
 
 def test_check_names_a_database_without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    Charging()
-    monkeypatch.setattr(connections["default"], "vendor", "oracle")
     from outbox.contrib.django.operations.checks import _slow_calls
     from outbox.contrib.django.settings.conf import get_settings
 
+    Charging()
     [item] = registry.subscribers()
-    found = next(iter(_slow_calls(item, get_settings())))
+    with monkeypatch.context() as patch:
+        patch.setattr(connections["default"], "vendor", "oracle")
+        found = next(iter(_slow_calls(item, get_settings())))
     assert found.id == "outbox.E034" and "oracle" in found.msg
