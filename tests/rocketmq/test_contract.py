@@ -61,7 +61,7 @@ LACKING: Mapping[str, str] = {
             "test_end_of_unknown_transaction_or_other_group_is_refused",
             "test_lost_end_message_is_settled_by_check_back",
         ],
-        "First decision wins** holds in the ledger only",
+        "Only in the ledger is the first decision final",
     ),
     **dict.fromkeys(
         [
