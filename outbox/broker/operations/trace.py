@@ -460,13 +460,12 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     retries = run.objects(TracedRetry, _RETRIES, rows)
     dead_letters = run.objects(TracedDeath, _DEAD, rows)
     timed_out = run.objects(TracedTimeout, _TIMED_OUT, rows)
-    recalled = {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)}
     return Trace(
         messages=messages,
         decision=decisions[0] if decisions else None,
         pending=pending[0] if pending and not decisions else None,
         answers=run.objects(TracedAnswer, _CHECKS, transaction),
-        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters, timed_out, recalled),
+        entries=_entries(run, rows, retries, dead_letters, timed_out),
         failures=run.objects(TracedFailure, _FAILURES, rows),
         retries=retries,
         dead_letters=dead_letters,
@@ -477,22 +476,21 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
 def traced_entries(run: Executor, log_ids: Sequence[int]) -> list[TracedEntry]:
     """Return the queue entries of these messages, with the state of each group."""
     rows = {"log_ids": list(log_ids)}
-    return _entries(
-        run.objects(EntryFacts, _ENTRIES, rows),
-        run.objects(TracedRetry, _RETRIES, rows),
-        run.objects(TracedDeath, _DEAD, rows),
-        run.objects(TracedTimeout, _TIMED_OUT, rows),
-        {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)},
-    )
+    retries = run.objects(TracedRetry, _RETRIES, rows)
+    dead_letters = run.objects(TracedDeath, _DEAD, rows)
+    return _entries(run, rows, retries, dead_letters, run.objects(TracedTimeout, _TIMED_OUT, rows))
 
 
 def _entries(
-    facts: Sequence[EntryFacts],
+    run: Executor,
+    rows: Mapping[str, Any],
     retries: Sequence[TracedRetry],
     letters: Sequence[TracedDeath],
     timeouts: Sequence[TracedTimeout],
-    recalled: Collection[_Place],
 ) -> list[TracedEntry]:
+    """Return the queue entries of the messages that the parameters `rows` of the statements name."""
+    recalled = {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)}
+    facts = run.objects(EntryFacts, _ENTRIES, rows)
     retrying: dict[_Place, int] = {(retry.log_id, retry.group): retry.attempt for retry in retries}
     claimed = {(retry.log_id, retry.group) for retry in retries if retry.claimed}
     # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter

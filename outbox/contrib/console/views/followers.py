@@ -121,7 +121,9 @@ def picture(run: Executor, found: Trace, one: TracedMessage) -> Picture:
     given = {"first": first, "last": first + SEARCHED, "ids": [root.message_id for root in roots]}
     followers = run.objects(Follower, _FOLLOWERS, {**given, "levels": LEVELS, "most": MOST}, prepare=False)
     total = len(found.messages) + (followers[0].total if followers else 0)
-    entries = [*found.entries, *traced_entries(run, [follower.log_id for follower in followers])]
+    entries = list(found.entries)
+    if followers:
+        entries += traced_entries(run, [follower.log_id for follower in followers])
     states: dict[int, dict[str, EntryState]] = {}
     for entry in entries:
         if entry.group:

@@ -218,12 +218,10 @@ def release(connection: BaseDatabaseWrapper, claim: Claim) -> None:
 
 
 def delete(connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    """Delete the claim of a message that the inbox skips from now on. If this fails, pruning deletes the claim."""
-    _give_up(connection, claim, _END)
+    """Delete a claim whose handler was not called, or whose message the inbox skips from now on.
 
-
-def give_back(connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    """Delete a claim whose handler was not called, because nothing else would remove it before pruning."""
+    If this fails, pruning deletes the claim.
+    """
     _give_up(connection, claim, _END)
 
 

@@ -387,7 +387,7 @@ class HandlerInvoker(InboxInvoker):
             claimed(claim.term_seconds)
         except Exception as error:
             with one_writer(connection):
-                claims.give_back(connection, claim)
+                claims.delete(connection, claim)
             return error
         return self._attempt(registered, handler, delivery, claim)
 
