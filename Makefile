@@ -102,7 +102,7 @@ goals: $(STAMP) ## The figures of the goals in docs/maintainers/performance.md, 
 tables: $(STAMP) ## Print the stored figures into docs/maintainers and docs/operations/sizing.md
 	$(BIN)/python -m benchmarks.tables
 
-bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a picture (var/bench-quick.svg)
+bench-quick: $(STAMP) ## The web job beside its peers in eight minutes, with a picture (var/bench-quick.svg)
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks.quick
 

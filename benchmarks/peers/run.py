@@ -65,6 +65,7 @@ class Running:
 
     way: Way
     application: str
+    broker: str
     web: subprocess.Popen[str]
     worker: subprocess.Popen[bytes]
     others: tuple[int, ...]
@@ -84,6 +85,17 @@ class Running:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         self._wait(self.next_number, 0)
+
+    @contextlib.contextmanager
+    def held_snapshot(self) -> Iterator[None]:
+        """In each of its databases, a REPEATABLE READ transaction keeps its snapshot open meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for url in {self.application, self.broker}:
+                holder = stack.enter_context(psycopg.connect(url))
+                holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+                holder.execute("SELECT pg_current_xact_id()")
+                stack.callback(holder.rollback)
+            yield
 
     def job(
         self, count: int, *, threads: int = THREADS, per_second: float = 0.0, plain: bool = False, waits: bool = True
@@ -179,7 +191,7 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
             )
         stack.callback(_ended, worker)
         _ready(way, web)
-        it = Running(way, application, web, worker, tuple(others), folder)
+        it = Running(way, application, broker, web, worker, tuple(others), folder)
         try:
             it.job(WARM_UP)
             yield it
