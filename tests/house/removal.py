@@ -3,7 +3,8 @@
 python -m tests.house.removal saga                imports, Django's checks, the quick start and mypy
 python -m tests.house.removal saga tasks --suite  and the core's suite, in a copy without both
 python -m tests.house.removal --all               a copy for each part that can be taken out
-python -m tests.house.removal --turn --suite      a copy without two parts, others after each commit
+python -m tests.house.removal --turn              a copy without two parts, others after each commit
+python -m tests.house.removal --together --suite  a copy without any part: the core alone passes its suite
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class Copy:
 
 def prove(parts: Sequence[Part], *, suite: bool, workers: int) -> None:
     """Make a copy without these parts, and prove all. Raises NotRemovable."""
-    title = f"without {', '.join(part.name for part in with_users(parts))}"
+    names = ", ".join(part.name for part in with_users(parts))
+    title = "without any part" if len(parts) == len(PARTS) else f"without {names}"
     with tempfile.TemporaryDirectory(prefix="outbox-copy-") as folder:
         copy = Copy(Path(folder), parts)
         for check in (copy.check_imports, copy.check_quick_start, copy.check_types):
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="PART")
     parser.add_argument("--all", action="store_true", help="each part that can be taken out, one after the other")
     parser.add_argument("--turn", action="store_true", help="two parts, by the number of commits")
+    parser.add_argument("--together", action="store_true", help="all parts, in one copy")
     parser.add_argument("--suite", action="store_true", help="also run the quick tests of the core in the copy")
     parser.add_argument("--workers", type=int, default=4, help="of pytest")
     given = parser.parse_args()
@@ -211,6 +214,8 @@ def main() -> None:
         sets += [[part] for part in PARTS]
     if given.turn:
         sets.append(in_turn(PARTS, int(_git("rev-list", "--count", "HEAD"))))
+    if given.together:
+        sets.append(list(PARTS))
     try:
         for parts in sets:
             prove(parts, suite=given.suite, workers=given.workers)

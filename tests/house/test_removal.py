@@ -1,7 +1,8 @@
 """The core works without its parts, and no part needs another one in silence.
 
 A module that imports or names a missing one is found in the sources, for each part; what is found at run time only, in
-one copy without all of them. `.ci/run` makes a copy for each part, with mypy, and runs the core's suite without two.
+one copy without all of them. `.ci/run` also runs the core's suite there, and mypy in a copy without two parts, others
+after each commit.
 """
 
 from __future__ import annotations
