@@ -14,11 +14,7 @@ from benchmarks.goal_parts import raw_notify
 from benchmarks.harness import server
 
 # The web path first, then the parts behind it, then comparisons.
-NAMES = (
-    *("web_peers", "slow_disk", "wal", "sizing", "bulk", "modes", "inbox", "claims"),
-    *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "status", "metrics", "tracing"),
-    *("limits", "fairness", "branches", "celery_worker", "engines", "forward"),
-)
+NAMES = ("web_peers", "sizing", "claims", "ticks", "status", "limits", "branches", "engines")
 
 
 def main(names: list[str]) -> int:

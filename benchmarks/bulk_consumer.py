@@ -7,12 +7,11 @@ import signal
 import threading
 from collections.abc import Sequence
 
-import psycopg
-
+from benchmarks.claiming import BATCH
 from outbox.broker.consumer.runtime import ConsumerRuntime, tune_garbage_collector
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.message import Delivery
-from outbox.subscription import Mode, Subscription
+from outbox.subscription import Subscription
 
 
 def handle(batch: Sequence[Delivery]) -> None:
@@ -23,23 +22,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--database", required=True)
     parser.add_argument("--topic", required=True)
-    parser.add_argument("--mode", default=Mode.CONCURRENT, type=Mode)
-    parser.add_argument("--batch", default=500, type=int)
-    parser.add_argument("--wait", action="store_true", help="begin when notified on bench_go")
     options = parser.parse_args()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    subscription = Subscription(group="bench", topic=options.topic, mode=options.mode, batch=options.batch)
+    subscription = Subscription(group="bench", topic=options.topic, batch=BATCH)
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=options.database), [(subscription, handle)])
     # As the consumer processes of a worker do.
     tune_garbage_collector()
-    if options.wait:
-        with psycopg.connect(options.database, autocommit=True) as connection:
-            connection.execute("LISTEN bench_go")
-            print("ready", flush=True)
-            next(connection.notifies(timeout=60))
-    else:
-        print("ready", flush=True)
+    print("ready", flush=True)
     runtime.run(stop)
 
 

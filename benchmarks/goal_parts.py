@@ -6,7 +6,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,17 +17,15 @@ from benchmarks import processes
 from benchmarks.bulk import (
     CLAIM,
     DRAIN,
-    FIFO,
     FIFO_ROW,
     MESSAGES,
     RAW_ROW,
-    all_at_once,
     claim_by,
     drain_joined,
+    end_to_end,
     raw_insert_then_delete,
-    send_two_phase,
 )
-from benchmarks.harness import Usage, percentile
+from benchmarks.harness import percentile
 from benchmarks.peers import ways
 from benchmarks.peers.run import Job, Running, one_publish, running
 from benchmarks.peers.ways import Way
@@ -122,11 +119,11 @@ def _stretch(it: Running, *, plain: bool) -> float:
 
 
 def bulk(url: str, run: int) -> Values:
-    measures: dict[str, Callable[[str], float]] = {RAW_ROW: partial(_rate, raw_insert_then_delete)}
+    measures: dict[str, Callable[[str], float]] = {RAW_ROW: raw_insert_then_delete}
     for count in (1, 2, 4):
-        measures[CLAIM.format(count)] = partial(_rate, claim_by(count))
-        measures[DRAIN.format(count)] = partial(_rate, drain_joined(count))
-    measures[FIFO_ROW] = partial(_rate, all_at_once(send_two_phase, FIFO))
+        measures[CLAIM.format(count)] = claim_by(count)
+        measures[DRAIN.format(count)] = drain_joined(count)
+    measures[FIFO_ROW] = end_to_end
     found: Values = {}
     for number, (row, measure) in enumerate(measures.items()):
         name = f"bulk_{run}_{number}"
@@ -136,10 +133,6 @@ def bulk(url: str, run: int) -> Values:
             connection.execute(SQL("DROP DATABASE {} WITH (FORCE)").format(Identifier(name)))
         _progress(row, goals.RATE, found[row])
     return found
-
-
-def _rate(measure: Callable[[str], tuple[float, Usage]], database: str) -> float:
-    return measure(database)[0]
 
 
 # -- memory ----------------------------------------------------------------------------------------

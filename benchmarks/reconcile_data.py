@@ -48,7 +48,7 @@ FROM generate_series({first}, {last}) n
 """
 _LOG: Final = """
 INSERT INTO commit_log (born_at, stored_at, transaction_id, message_id, topic_id, half, key, tag, content_type, body)
-SELECT t, t, id, id, {topic}, {half}, n::text, '', 'application/json',
+SELECT t, t, id, id, {topic}, true, n::text, '', 'application/json',
        convert_to('{{"order_id": ' || n || ', "customer": "customer ' || n % 9973 || '", "total": "'
                   || ((n % 10000) / 100.0)::numeric(12,2) || '", "paid_at": "'
                   || to_char(t AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"') || '"}}', 'UTF8')
@@ -64,7 +64,7 @@ ORDER BY log_id
 """
 
 
-def fill_postgres(url: str, rows: int, *, half: bool = True) -> tuple[str, str]:
+def fill_postgres(url: str, rows: int) -> tuple[str, str]:
     """Two databases with `rows` pairs; returns their connection strings."""
     app, broker = (embedded.create_database(url, f"bench_{name}_{rows}") for name in ("app", "broker"))
     with psycopg.connect(app, autocommit=True) as connection:
@@ -85,7 +85,7 @@ def fill_postgres(url: str, rows: int, *, half: bool = True) -> tuple[str, str]:
         assert topic is not None
         for first in range(1, rows + 1, CHUNK):
             last = min(rows, first + CHUNK - 1)
-            connection.execute(_LOG.format(first=first, last=last, topic=topic[0], half=half).encode())
+            connection.execute(_LOG.format(first=first, last=last, topic=topic[0]).encode())
             connection.execute(_OPS)
         connection.execute("VACUUM ANALYZE")
     return app, broker

@@ -10,14 +10,21 @@ table, `make tables` prints it into docs/maintainers/figures.md.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.reconcile_run import TITLES, Measured, job, prepare_parquet, prepare_postgres
+from benchmarks.reconcile_data import RULES, fill_postgres, write_parquet
 
+JOB = (sys.executable, "-m", "benchmarks.reconcile_jobs")
+POLL_SECONDS = 0.2
 THREE_RULES = 3
 Seconds = Callable[[str], list[float]]
 """The seconds of a job in each round, by its name."""
@@ -66,7 +73,12 @@ SMALL = (
     ),
     Goal("all messages have one key, against a key each", "hot", 1.3, "even"),
 )
-JOBS = TITLES | {
+JOBS = {
+    "parquet": "whole run, from Parquet",
+    "join": "plain full outer join and compare, from Parquet",
+    "hot": "scan of one key with all messages, from Parquet",
+    "checksum": "whole run, two PostgreSQL databases, clean day, checksums",
+    "copy": "floor: PostgreSQL's COPY of both to /dev/null, a connection each",
     "command-checksum": "whole command, two PostgreSQL databases, checksums are equal",
     "command-parquet": "whole command, from Parquet",
     "command-three": f"whole command with {THREE_RULES} rules, from Parquet",
@@ -77,6 +89,61 @@ BESIDE = {
     "program-nothing": "program by hand: starts Spark, runs a job over one row, ends",
     "program-join": "program by hand: starts Spark, joins the same Parquet files, ends",
 }
+
+
+class Peak(threading.Thread):
+    """The largest proportional share of memory (PSS) that a session of processes held together."""
+
+    def __init__(self, session: int) -> None:
+        super().__init__(daemon=True)
+        self._session, self._stop_asked, self.peak_bytes = session, threading.Event(), 0
+
+    def run(self) -> None:
+        while not self._stop_asked.wait(POLL_SECONDS):
+            total = sum(self._share(folder) for folder in Path("/proc").glob("[0-9]*"))
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def _share(self, folder: Path) -> int:
+        try:
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) != self._session:
+                return 0
+            lines = (folder / "smaps_rollup").read_text().splitlines()
+        except (OSError, ValueError):
+            return 0  # It ended meanwhile.
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+    def finish(self) -> int:
+        """The peak in bytes."""
+        self._stop_asked.set()
+        self.join()
+        return self.peak_bytes
+
+
+@dataclass
+class Measured:
+    """The seconds of a job, round by round; None where it failed."""
+
+    title: str
+    command: list[str]
+    seconds: list[float | None] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Once more. The jobs print their own seconds, as JSON."""
+        with subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            peak = Peak(process.pid)
+            peak.start()
+            out, _ = process.communicate()
+        self.peaks.append(peak.finish() / 2**30)
+        self.seconds.append(None if process.returncode else float(json.loads(out.splitlines()[-1])["seconds"]))
+
+    def row(self, rows: int) -> list[str]:
+        """Title, seconds, pairs per second, memory."""
+        done = [each for each in self.seconds if each is not None]
+        if len(done) < len(self.seconds):
+            return [self.title, f"failed in {len(self.seconds) - len(done)} of {len(self.seconds)} rounds", "", ""]
+        seconds = harness.Spread.of(done)
+        return [self.title, f"{seconds:.1f}", f"{rows / seconds.median:,.0f}", f"{harness.Spread.of(self.peaks):.1f}"]
 
 
 def main() -> None:
@@ -107,12 +174,29 @@ def measured(
         prepare_parquet(folder, rows, master)
         prepare_postgres(folder, url, rows)
         three_rules(folder)
-        jobs = {name: Measured(title, job(name, folder, rows, master)) for name, title in titles.items()}
+        jobs = {name: Measured(title, [*JOB, name, str(folder), str(rows), master]) for name, title in titles.items()}
         for number in range(repeats):
             for each in jobs.values():
                 each.run()
                 print(f"  (round {number + 1}: {each.title}: {each.seconds[-1]} s)", flush=True)
     return jobs
+
+
+def prepare_parquet(folder: Path, rows: int, master: str) -> None:
+    from spark import session
+
+    spark = session.start(master)
+    write_parquet(spark, folder, rows)
+    spark.stop()
+    source = f'kind = "parquet"\npath = "{folder}"\nwatermark = "2030-01-01T00:00:00Z"'
+    (folder / "parquet.toml").write_text(RULES.format(app=source, broker=source, extra=""))
+
+
+def prepare_postgres(folder: Path, url: str, rows: int) -> None:
+    app, broker = fill_postgres(url, rows)
+    os.environ.update(BENCH_APP=app, BENCH_BROKER=broker)
+    text = RULES.format(app='env = "BENCH_APP"', broker='env = "BENCH_BROKER"', extra='bucket = "1h"')
+    (folder / "checksum.toml").write_text(text)
 
 
 def three_rules(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One job of benchmarks.reconcile_run in a process of its own; prints its seconds as JSON."""
+"""One job of benchmarks.reconcile_goals in a process of its own; prints its seconds as JSON."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from pyspark.sql import functions as F
 
-from benchmarks.reconcile_source import adbc_alone, copy_to_nowhere, query_of
 from spark import pipeline, session
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
 from spark.judging import classify, evidence
 from spark.rules import file as rules_file
-from spark.sources import contract
+from spark.rules.rule import DatabaseRule
+from spark.sources import contract, sql
+from spark.sources.base import TableSelection
 
 BODY = "order_id string, customer string, total decimal(12,2), paid_at timestamp"
 
@@ -103,24 +104,37 @@ def keys(spark: Any, folder: Path, rows: int, *, is_hot: bool) -> None:
     assert counts == ({"LOST": rows - 1, "DUPLICATE": 1} if is_hot else {}), counts
 
 
-def floor(read: Callable[[str, str], object], folder: Path) -> None:
-    """Both tables as a run selects them, read at the same time by `read` only."""
-    rules = rules_file.load(folder / "postgres.toml")
+def copy_to_nowhere(conninfo: str, query: str) -> None:
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        connection.execute(f"COPY ({query}) TO '/dev/null' (FORMAT binary)".encode())
+
+
+def query_of(database: DatabaseRule, selection: TableSelection) -> str:
+    """The selection as one statement."""
+    schema = database.schema if selection.in_broker else None
+    return sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
+
+
+def floor(folder: Path) -> None:
+    """Copy both tables, as a run selects them, at the same time."""
+    rules = rules_file.load(folder / "checksum.toml")
     rule = rules.rules[0]
     sides = [(rules.databases[rule.database], contract.rows(rule))]
     sides.append((rules.databases[rules.broker], contract.messages(rule)))
     with ThreadPoolExecutor() as pool:
-        reads = [pool.submit(read, database.location, query_of(database, selection)) for database, selection in sides]
+        reads = [
+            pool.submit(copy_to_nowhere, database.location, query_of(database, selection))
+            for database, selection in sides
+        ]
         for each in reads:
             each.result()
 
 
 def main(name: str, folder: Path, rows: int, master: str) -> None:
-    """Start Spark (but for a floor and a command), warm it up by nothing, run the job once."""
-    floors: dict[str, Callable[[str, str], object]] = {"adbc": adbc_alone, "copy": copy_to_nowhere}
-    if name in floors:
+    """Start Spark (but for `copy` and a command), warm it up by nothing, run the job once."""
+    if name == "copy":
         started = time.perf_counter()
-        floor(floors[name], folder)
+        floor(folder)
         print(json.dumps({"seconds": time.perf_counter() - started}))
         return
     kind, _, what = name.partition("-")

@@ -25,8 +25,8 @@ from benchmarks.ticks import SEQUENCED
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
-# Four scripts of reconciliation are run by hand, because they need Java; the scenarios, because they are long.
-SCRIPTS: Final = (*NAMES, "reconcile_goals", "reconcile_run", "reconcile_source", "reconcile_look_back", "scenarios")
+# Two scripts of reconciliation are run by hand, because they need Java; the scenarios, because they are long.
+SCRIPTS: Final = (*NAMES, "reconcile_goals", "reconcile_look_back", "scenarios")
 REST = "rest"
 _BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
