@@ -26,6 +26,10 @@ WEB_CPU = "CPU of web process and sessions, µs"
 BEHIND_CPU, STEADY_CPU = "CPU behind, µs", "CPU behind at 300/s, µs"
 WAL = "WAL bytes"
 PLAIN_BLOCK, BLOCK, ADDED = "plain block, µs", "publishing block, µs", "publish adds, µs"
+# Columns of the part "age", at 300/s from four threads: the last seconds before another transaction held a snapshot,
+# and the last minute while it did. The dead rows are those of all tables per 100 messages meanwhile.
+P99_BEFORE, P99_HELD = "p99 before, ms", "p99 while a snapshot is held, ms"
+HELD_SHARE, DEAD_ROWS = "share handled while a snapshot is held", "dead rows per 100 messages"
 # Column of the part "memory", and rows: a worker with all its processes, and a web process.
 MEMORY = "RSS, MB"
 WORKER, WEB, NO_OUTBOX = "worker, {}", "web process, {}", "web process without outbox"
@@ -163,6 +167,21 @@ GOALS = (
                 per=((CLAIM.format(2), RATE), (CLAIM.format(1), RATE)),
             ),
         ),
+    ),
+    Goal(
+        "a REPEATABLE READ snapshot held elsewhere, at 300/s: rate against the rate of publishing: atomic; two-phase",
+        "age",
+        tuple(Bound(True, 0.98, (way, HELD_SHARE)) for way in (_ATOMIC, _TWO_PHASE)),
+    ),
+    Goal(
+        "the same, p99 of the last minute against before: atomic; two-phase",
+        "age",
+        tuple(Bound(False, 1.3, (way, P99_HELD), (way, P99_BEFORE)) for way in (_ATOMIC, _TWO_PHASE)),
+    ),
+    Goal(
+        "the same, dead rows in all tables per 100 messages: atomic; two-phase",
+        "age",
+        tuple(Bound(False, 5, (way, DEAD_ROWS)) for way in (_ATOMIC, _TWO_PHASE)),
     ),
     Goal(
         "RSS that outbox and one publish add to a web process: inbox; no inbox",

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,6 +36,9 @@ from outbox.broker import embedded
 TRANSACTIONS = int(os.environ.get("OUTBOX_BENCH_TRANSACTIONS", "3000"))
 LATENCY_SECONDS = float(os.environ.get("OUTBOX_BENCH_LATENCY_SECONDS", "5"))
 LATENCY_THREADS = 4
+# How long a snapshot is held; its goals are those of ten minutes (600).
+HELD_SECONDS = float(os.environ.get("OUTBOX_BENCH_HELD_SECONDS", "600"))
+_BEFORE_SECONDS, _LAST_SECONDS = 20, 60
 PAIRS, STRETCH = int(os.environ.get("OUTBOX_BENCH_PAIRS", "10")), 50
 WAYS = (*ways.OURS, *ways.FLOORS, ways.RELIABLE, ways.RELIABLE_INBOX, ways.RAW)
 # The sizes, as the files name them.
@@ -45,6 +49,7 @@ SIZES: dict[str, dict[str, float]] = {
         "pairs of fifty blocks": PAIRS,
     },
     "bulk": {"messages in batches of 500": MESSAGES},
+    "age": {"seconds with a held snapshot": HELD_SECONDS},
     "memory": {"messages": 300},
 }
 # Values of one way, by column; of one part, by row and column.
@@ -135,6 +140,47 @@ def bulk(url: str, run: int) -> Values:
     return found
 
 
+# -- age -------------------------------------------------------------------------------------------
+
+
+# Sessions report what they have changed up to a second late, while they work.
+_CHANGED = "SELECT sum(n_tup_upd + n_tup_del)::bigint FROM pg_stat_user_tables"
+
+
+def age(url: str, run: int) -> Values:
+    """Both paths at 300/s, at first without and then with a snapshot that another transaction holds."""
+    found: Values = {}
+    for way in (ways.ATOMIC_INBOX, ways.TWO_PHASE_INBOX):
+        with running(url, way, f"age_{run}_{len(found)}") as it:
+            at_pace = partial(it.job, threads=LATENCY_THREADS, per_second=RATE_PER_SECOND)
+            before = at_pace(round(RATE_PER_SECOND * _BEFORE_SECONDS))
+            count = round(RATE_PER_SECOND * HELD_SECONDS)
+            with it.held_snapshot():
+                changed = _changed(it)
+                held = at_pace(count)
+                dead = _changed(it) - changed
+        taken = (max(held.commits.values()) - held.began) / (max(held.handled.values()) - held.began)
+        found[way.name] = {
+            goals.P99_BEFORE: percentile(before.latencies(after_seconds=_BEFORE_SECONDS / 2), 0.99),
+            goals.P99_HELD: percentile(held.latencies(after_seconds=max(0.0, HELD_SECONDS - _LAST_SECONDS)), 0.99),
+            goals.HELD_SHARE: taken,
+            goals.DEAD_ROWS: 100 * dead / count,
+        }
+        _progress(way.name, goals.P99_HELD, found[way.name])
+    return found
+
+
+def _changed(it: Running) -> int:
+    """How many rows of all tables of a way were updated or deleted until now."""
+    time.sleep(1.5)
+    total = 0
+    for database in {it.application, it.broker}:
+        with psycopg.connect(database, autocommit=True) as connection:
+            row = connection.execute(_CHANGED).fetchone()
+            total += row[0] if row is not None else 0
+    return total
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -170,4 +216,4 @@ def _progress(row: str, column: str, values: Columns) -> None:
     print(f"  {time.strftime('%H:%M:%S')}  {row}: {values[column]:,.4g} {column}", flush=True)
 
 
-PARTS: dict[str, Callable[[str, int], Values]] = {"web": web, "bulk": bulk, "memory": memory}
+PARTS: dict[str, Callable[[str, int], Values]] = {"web": web, "bulk": bulk, "memory": memory, "age": age}

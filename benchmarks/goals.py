@@ -1,13 +1,15 @@
 """Measure what the table of goals needs, in about 25 minutes for five rounds, and store it in benchmarks/results.
 
     python -m benchmarks.web_peers --install            once: the peers' environments
-    python -m benchmarks.goals                          five rounds of all parts
+    python -m benchmarks.goals                          five rounds of the parts web, bulk and memory
+    python -m benchmarks.goals --part age --rounds 1    a snapshot held for ten minutes, on both paths
     python -m benchmarks.goals --slowed                 the same beside busy neighbours (benchmarks.slowed)
     python -m benchmarks.tables                         print the stored figures into the documents
 
 The ways of a part run in turn within each round. The files are written after each part of a round, so an interruption
 loses only the part that is running. `--part` measures some parts only, and leaves the files of the others.
-OUTBOX_BENCH_TRANSACTIONS, OUTBOX_BENCH_LATENCY_SECONDS, OUTBOX_BENCH_PAIRS and OUTBOX_BENCH_MESSAGES set the sizes.
+OUTBOX_BENCH_TRANSACTIONS, OUTBOX_BENCH_LATENCY_SECONDS, OUTBOX_BENCH_PAIRS, OUTBOX_BENCH_MESSAGES and
+OUTBOX_BENCH_HELD_SECONDS set the sizes.
 Nothing else should be running.
 """
 
@@ -37,7 +39,7 @@ def main() -> None:
         if way.left_out():
             print(f"left out: {way.name}: {way.left_out()}")
     with slowed.if_wanted():
-        measure(options.part or list(PARTS), options.rounds)
+        measure(options.part or [part for part in PARTS if part != "age"], options.rounds)
     print(f"\n{tables.goals_text()}\npython -m benchmarks.tables writes these figures into the documents")
 
 

@@ -22,11 +22,9 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.limits import Limits
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
-from tests.django.repairs import lost, save_finding
 from tests.django.support import sequence
 from tests.support import eventually
 
@@ -170,31 +168,6 @@ def connections_refused(world: World) -> None:
     world.stack.callback(stop.set)
     eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
     assert world.sql("SELECT count(*) FROM outbox.failure") == [(0,)], "no attempt was used up"
-
-
-@fault
-def reconciliation_findings(world: World) -> None:
-    """A reconciliation has found a row without a message, and its result was saved."""
-    save_finding(lost("7"))
-
-
-@fault
-def limit_binding(world: World) -> None:
-    """A limit is too low for the messages of a subscription."""
-    world.limits(LIMIT_SECONDS=[0.5, None])
-
-    @subscriber("orders", group="effects", options=[Limits(rate="1/h")])
-    def effect(delivery: Delivery) -> None:
-        pass
-
-    world.publish(8)
-    stop = threading.Event()
-    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
-    thread.start()
-    world.stack.callback(thread.join, 20)
-    world.stack.callback(stop.set)
-    waiting = "SELECT 1 FROM outbox.slot_demand WHERE waiting_since < clock_timestamp() - interval '1 second'"
-    eventually(lambda: world.sql(waiting), within_seconds=60, what="messages that wait for the limit")
 
 
 @fault

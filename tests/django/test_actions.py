@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -13,11 +12,9 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from django.apps import apps
 from django.core.management import call_command, get_commands, load_command_class
 from django.core.management.base import CommandError
 from django.db import connections, transaction
-from django.utils import timezone
 
 from outbox.broker.groups import lives
 from outbox.broker.groups.registration import register
@@ -35,14 +32,10 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.limits import Limits
-from outbox.contrib.reconciliation.models import SavedReconciliation
-from outbox.contrib.rocketmq.models import RelayEntry
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.operators import ALL, bury, client_of, make_user
-from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence
@@ -54,7 +47,6 @@ Given = Mapping[str, str | list[str]]
 Case = tuple[Callable[[World], Given], Callable[[World], Any]]
 CASES: dict[str, Case] = {}
 SOME_ID = UUID(int=7)
-KEKS = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
 
 
 def case(name: str, effect: Callable[[World], Any]) -> Callable[[Callable[[World], Given]], None]:
@@ -145,58 +137,6 @@ def _discard(world: World) -> Given:
     return {"group": "mail", "error_type": "TimeoutError"}
 
 
-def endpoint_states(world: World) -> list[tuple[str, bool, int]]:
-    from outbox.contrib.forwarding.models import ForwardEndpoint
-
-    return [(one.group, one.disabled_at is not None, one.generation) for one in ForwardEndpoint.objects.all()]
-
-
-@case("enable_endpoint", endpoint_states)
-def _enable_endpoint(world: World) -> Given:
-    from outbox.contrib.forwarding.models import ForwardEndpoint
-
-    ForwardEndpoint.objects.all().delete()
-    ForwardEndpoint.objects.create(group="billing", disabled_at=timezone.now(), disabled_reason="answered 410")
-    return {"group": "billing"}
-
-
-def relay_states(world: World) -> list[tuple[str, str]]:
-    return [(str(one.message_id), one.state) for one in RelayEntry.objects.all()]
-
-
-def parked(world: World) -> Given:
-    RelayEntry.objects.all().delete()
-    now = timezone.now()
-    row = RelayEntry(line=1, message_id=SOME_ID, transaction_id=SOME_ID, topic="steps", headers={}, size=0, born_at=now)
-    row.taken_at = row.parked_at = now
-    row.save()
-    return {"message": str(SOME_ID)}
-
-
-@case("retry_relayed", relay_states)
-def _retry_relayed(world: World) -> Given:
-    return parked(world)
-
-
-@case("discard_relayed", relay_states)
-def _discard_relayed(world: World) -> Given:
-    return parked(world)
-
-
-@case("repair", rows("SELECT key FROM outbox.message_v1 WHERE state = 'committed'"))
-def _repair(world: World) -> Given:
-    world.change_settings(REPAIR_PUBLISHERS={"orders": "tests.django.repair_publisher.order"})
-    Order.objects.all().delete()
-    Order.objects.create(number="7", status="new")
-    return {"finding": str(save_finding(lost("7")).pk)}
-
-
-@case("forget_findings", lambda _: SavedReconciliation.objects.count())
-def _forget_findings(world: World) -> Given:
-    save_finding(lost("7"))
-    return {"output": "orders"}
-
-
 @case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
 def _recall(world: World) -> Given:
     receipt = publish("reminders", {}, key="later", delay=3600, at_once=True)
@@ -244,12 +184,6 @@ def _reset(world: World) -> Given:
     world.subscribe("mail")
     world.publish(4)
     return {"group": "mail", "topic": "orders", "to_latest": "yes"}
-
-
-@case("limits", rows("SELECT declared, override FROM outbox.subscription_limit"))
-def _limits(world: World) -> Given:
-    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=20, rate="100/min")]))
-    return {"group": "mail", "topic": "orders", "running": "5"}
 
 
 @case("rename_group", GROUPS)
@@ -310,28 +244,6 @@ def _erase(world: World) -> Given:
     message_id = publish("orders", {"name": "Anna"}, key="17", at_once=True).message_id
     sequence()
     return {"topic": "orders", "message": [str(message_id)]}
-
-
-if apps.is_installed("outbox.contrib.encryption"):
-    from outbox.contrib.encryption.keys import create_key_table, subject_keys
-    from outbox.contrib.encryption.models import SubjectKey
-
-    def subject_key(world: World) -> None:
-        create_key_table("default")
-        SubjectKey.objects.all().delete()
-        world.change_settings(KEY_DATABASE="default", KEY_ENCRYPTION_KEYS=[KEKS[0]])
-        subject_keys().key_for("anna")
-
-    @case("delete_subject_key", lambda world: list(SubjectKey.objects.values_list("subject", "wrapped")))
-    def _delete_subject_key(world: World) -> Given:
-        subject_key(world)
-        return {"subject": "anna"}
-
-    @case("rotate_subject_keys", lambda world: [bytes(one.wrapped or b"")[1:9] for one in SubjectKey.objects.all()])
-    def _rotate_subject_keys(world: World) -> Given:
-        subject_key(world)
-        world.change_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
-        return {}
 
 
 # The cases of parts that this tree has.

@@ -12,14 +12,13 @@ from django.db import connections
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World, new_world
 from tests.django.operators import bury
 from tests.django.support import sequence
 from tests.django.test_actions import CASES
 from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
-from tests.part_apps import app_of
+from tests.part_apps import app_of, has
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("databases", "no_subscribers")]
 
@@ -34,7 +33,12 @@ SQL = [(page.stem, code) for page in FOR_OPERATORS if page.stem != "roles" for c
 
 def letters(world: World) -> str:
     """Two dead letters of the group `billing`; returns the id of a message."""
-    register(world.run, Subscription(topic="orders", group="billing", options=[Limits(running=20)]))
+    options = []
+    if has("limits"):
+        from outbox.contrib.limits import Limits
+
+        options = [Limits(running=20)]
+    register(world.run, Subscription(topic="orders", group="billing", options=options))
     world.publish(2)
     bury(world, "billing", "k0", "TimeoutError: no answer")
     bury(world, "billing", "k1", "ValueError: no such order")

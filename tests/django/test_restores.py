@@ -30,7 +30,6 @@ from outbox.contrib.django.settings.conf import get_settings
 from tests.django.conftest import point_alias
 from tests.django.effects import subscribers as effects
 from tests.django.processes import child
-from tests.django.repairs import Repair, lost
 from tests.django.shop.models import Effect, Order
 from tests.restores import Servers, base_backup, dump, recreate, restore, restore_over
 from tests.support import eventually
@@ -258,6 +257,8 @@ def _assert_messages_are_named(
     assert found["lost_messages"]["count"] == len(gone)
     if cell.workers == "stopped":
         assert _effects() == _names(BEFORE, AFTER)
+        from tests.django.repairs import Repair, lost
+
         # The output of `outbox-reconcile plan` for rows without a message.
         repair = Repair(tmp_path)
         outcomes = repair.outcomes(*(lost(name) for name in _names(LOST)))

@@ -28,7 +28,6 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id
@@ -330,6 +329,7 @@ def test_async_handlers_share() -> None:
 
 @pytest.mark.skipif(not has("opentelemetry"), reason="a part that is not there")
 def test_traces_of_callbacks_are_below_their_own_message() -> None:
+    from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

@@ -12,7 +12,6 @@ from tests.django import configured  # isort: skip
 
 from outbox.broker.operations.conditions import DeclaredCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.rocketmq import operations as rocketmq
 from tests.house.parts import ROOT
 
 ALERTS: Final = ROOT / "outbox/contrib/prometheus/alerts.yml"
@@ -44,6 +43,9 @@ def alerts() -> str:
             wait="5m",
         ),
     ]
+    # These are in the catalogue of a project with this engine only.
+    from outbox.contrib.rocketmq import operations as rocketmq
+
     declared: dict[str, DeclaredCondition[Any]] = {**rocketmq.CONDITIONS, **catalogue()}
     for name, kind in sorted(declared.items()):
         lines += _rule(alert_name(name), _holds(name), _SEVERITY, kind.meaning, kind.next_step)

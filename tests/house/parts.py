@@ -60,7 +60,7 @@ PARTS: Final = (
         "encryption",
         r"encrypt|subject_?key",
         ("contrib/encryption/",),
-        tests=("django/test_erasure.py", "django/test_large_bodies.py"),
+        tests=("django/cases_of_encryption.py", "django/test_erasure.py", "django/test_large_bodies.py"),
     ),
     Part(
         "erasure",
@@ -102,6 +102,7 @@ PARTS: Final = (
         ("contrib/forwarding/",),
         tests=(
             *("django/faults_of_forwarding.py", "django/test_endpoints.py", "django/test_forward.py", "sinks/"),
+            "django/cases_of_forwarding.py",
             # About other parts; each also uses forwarding.
             *("django/test_engines.py", "django/test_erasure.py", "django/test_erasure_outage.py"),
             *("django/test_large_bodies.py", "django/console/test_hostile_values.py"),
@@ -128,7 +129,10 @@ PARTS: Final = (
         r"import limits\b|(?:outbox|contrib|groups|operations|actions)\.limits|(?:outbox_group |has_|list_)limits|"
         r"limits\.(?:per_key|declare|withdraw|release)|subscription_limit|slot_demand",
         ("contrib/limits/",),
-        tests=("broker/limits/", "broker/fair_share/test_with_limits.py"),
+        tests=(
+            *("broker/limits/", "broker/fair_share/test_with_limits.py"),
+            *("django/cases_of_limits.py", "django/faults_of_limits.py", "django/test_part_options.py"),
+        ),
     ),
     Part(
         "metrics",
@@ -152,12 +156,15 @@ PARTS: Final = (
         ("contrib/reconciliation/",),
         tests=(
             "django/console/test_finding.py",
+            *("django/cases_of_reconciliation.py", "django/faults_of_reconciliation.py"),
             "django/repair_publisher.py",
             "django/repairs.py",
             "django/test_findings.py",
             "django/test_repair.py",
             "django/test_repair_runs.py",
             "django/test_repair_values.py",
+            # About remedies of all kinds; it makes its faults with those of repairs.
+            "django/test_remedies.py",
             "spark/test_command.py",
             "spark/test_plan.py",
         ),
@@ -168,7 +175,10 @@ PARTS: Final = (
         r"(?<!as in )(?<!those of )rocketmq(?!\)\"|; kafka|'s (?:consumersend|message queue|retry|sample|source))"
         r"|\brelay|_relay",
         ("contrib/rocketmq/", "rocketmq/"),
-        tests=("django/test_engines.py", "django/test_relay.py", "django/test_rocketmq_operations.py", "rocketmq/"),
+        tests=(
+            *("django/cases_of_rocketmq.py", "django/test_engines.py", "django/test_relay.py"),
+            *("django/test_rocketmq_operations.py", "rocketmq/"),
+        ),
     ),
     Part(
         "saga",

@@ -18,7 +18,6 @@ from outbox.broker.groups import members
 from outbox.broker.groups.leases import lease_clock
 from outbox.broker.groups.registration import register
 from outbox.broker.operations.deletion import delete_group
-from outbox.contrib.limits import Limits
 from outbox.errors import InvalidSubscription
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, Subscription, SubscriptionOption
@@ -122,15 +121,18 @@ def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:
     assert called == [("registered", key, 1), ("left", instance), ("expired",), ("deleted", key)]
 
 
-def test_options_that_do_not_fit_are_refused() -> None:
-    two = [After(0.0), Limits(running=1)]
+def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(After):
+        """Another option with an admission."""
+
+    monkeypatch.setitem(hooks.admissions, Later, f"{__name__}.Opening")
     for options, broadcast, said in [
         ("running=2", False, "must be a list of options of parts"),
         (None, False, "must be a list of options of parts"),
         ([3], False, "3, which is no option of a part"),
         ([After(0.0)], True, "a broadcast group starts at once"),
-        (two, False, "only one option may decide when handler calls start"),
-        ([Limits(running=1), Limits(per_key=1)], False, "only one option may decide when handler calls start"),
+        ([After(0.0), Later(0.0)], False, "only one option may decide when handler calls start"),
+        ([After(0.0), After(1.0)], False, "only one option may decide when handler calls start"),
     ]:
         with pytest.raises(InvalidSubscription, match=said):
             Subscription(group="g", topic="orders", options=options, broadcast=broadcast)  # type: ignore[arg-type]
