@@ -49,8 +49,8 @@ $(DEMO): setup.py pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, LONG=1 also deploys a new version of an event, ENGINE=rocketmq takes another broker)
-	@KEEP='$(KEEP)' LONG='$(LONG)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
+demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, LONG=1 also deploys a new version of an event)
+	@KEEP='$(KEEP)' LONG='$(LONG)' $(BIN)/python -m sample_project.demo
 
 test: $(STAMP) ## Every guarantee, on real servers and processes (PART=saga: the tests of one part)
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')

@@ -32,7 +32,7 @@ from outbox.rocketmq.address import parse
 from outbox.rocketmq.declarations import wire_name
 from outbox.subscription import Subscription
 from outbox.topic import Topic
-from sample_project.rocketmq_server import PrivateRocketMQ, fetch, fetch_programs
+from tests.rocketmq_server import PrivateRocketMQ, fetch, fetch_programs
 
 TRANSACTIONS = int(os.environ.get("ENGINES_TRANSACTIONS", "2000"))
 WARMING = 200

@@ -87,7 +87,7 @@ def measure(application: str, broker: str) -> dict[str, Any]:
     from benchmarks.shop.models import Effect, Order
     from outbox.contrib.django import publish, subscriber
     from outbox.contrib.django.engine.broker import reset_broker
-    from outbox.contrib.django.worker.drain import drain, settle
+    from outbox.contrib.django.worker.drain import drain, queue_messages
 
     @subscriber(TOPIC, group="sizing")
     def handle(delivery: object) -> None:
@@ -100,7 +100,7 @@ def measure(application: str, broker: str) -> dict[str, Any]:
             with transaction.atomic():
                 Order.objects.create(customer="c", total=1, status="new")
                 publish(TOPIC, body)
-        settle()
+        queue_messages()
 
     def handle_all() -> None:
         assert drain().handled == MESSAGES

@@ -155,10 +155,6 @@ class TransactionAlreadyRolledBack(OutboxError):
     """A check-back has already decided that this transaction rolled back, so it must not commit now."""
 
 
-class LocalTransactionRolledBack(OutboxError):
-    """The local transaction certainly did not commit: raise this error to roll back its messages at once."""
-
-
 class LeaseLost(BrokerError):
     """The lease has expired or belongs to another consumer now. The former owner's work must not be recorded."""
 

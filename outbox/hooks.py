@@ -117,7 +117,7 @@ class SubscriptionRows(NamedTuple):
     """The dotted paths of the functions of a part that has rows about subscriptions in the broker's database."""
 
     deleted: str
-    left: str
+    process_ended: str
     expired: str
     registered: str | None = None
 
@@ -125,16 +125,18 @@ class SubscriptionRows(NamedTuple):
 subscription_rows: Final[dict[str, SubscriptionRows]] = {}
 
 
-def add_subscription_rows(name: str, *, deleted: str, left: str, expired: str, registered: str | None = None) -> None:
+def add_subscription_rows(
+    name: str, *, deleted: str, process_ended: str, expired: str, registered: str | None = None
+) -> None:
     """Keep rows of a part about subscriptions in step with subscriptions and consumer processes.
 
     `registered(run, key, subscription)`: a process has registered the subscription, whose key is (group id, topic id).
-    `deleted(run, key)`: an operator deletes the subscription. `left(run, instance)`: a consumer process has ended, or a
-    supervisor has recorded its death. All three are called in the transaction of the event, if it has one, and an error
-    undoes the event. `expired(run)`: remove what processes have left behind that died unseen; called when a consumer
-    process starts.
+    `deleted(run, key)`: an operator deletes the subscription. `process_ended(run, instance)`: a consumer process has
+    ended, or a supervisor has recorded its death. All three are called in the transaction of the event, if it has one,
+    and an error undoes the event. `expired(run)`: remove what processes have left behind that died unseen; called when
+    a consumer process starts.
     """
-    subscription_rows[name] = SubscriptionRows(deleted, left, expired, registered)
+    subscription_rows[name] = SubscriptionRows(deleted, process_ended, expired, registered)
 
 
 waits: Final[dict[str, None]] = {}
@@ -353,7 +355,8 @@ def add_schema(part: str, package: str, *, content: Mapping[str, str] | None = N
     They have the same forms as those of the core (outbox/broker/schema/install.py): search_path is the schema, and the
     first comment `-- Locks: …` names the existing tables that a file locks, such as those that a new table refers to.
     Each file is one transaction; an error of one rolls it back, and `migrate` reports it. A change with which code of
-    the version before cannot work does `UPDATE part SET minimum_code = N WHERE name = …`, and so does current.sql.
+    the version before cannot work does `UPDATE schema_version SET minimum_code = N WHERE name = …`, and so does
+    current.sql.
 
     Every new table is for the roles `work` and `watch`, and none for publishers. Functions run with the rights of the
     caller. A process with the part refuses a broker that lacks these tables.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,7 +14,7 @@ from uuid import UUID, uuid5
 from outbox import names
 from outbox.codec import OWN_CONTENT_TYPES, UnreadBody
 from outbox.erased import ERASED
-from outbox.errors import InvalidMessage, InvalidName, NotSupported, UsageError
+from outbox.errors import InvalidMessage, InvalidName, UsageError
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import shown_value
@@ -152,18 +152,6 @@ class MessageWithOptions(Message):
     """A message with options that act when it is stored (`outbox.hooks.Option.admit`), so it needs a transaction."""
 
     options: Sequence[Any]
-
-
-def refuse_options(messages: Iterable[Message]) -> None:
-    """Raise NotSupported if one of the messages has options. Producers without a local transaction call this."""
-    for message in messages:
-        if isinstance(message, MessageWithOptions):
-            raise NotSupported(
-                f"message {message.message_id} for topic {message.topic!r} has the option "
-                f"{shown_value(message.options[0])}, but this producer has no database transaction that the option "
-                "could use. Nothing was sent. Publish the message with outbox.contrib.django inside atomic(), or make "
-                "it without the option."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

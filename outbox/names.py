@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import lru_cache
 
 from outbox.errors import BodyTooLarge, InvalidName
@@ -79,6 +80,14 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
                 f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {shown_value(value)}."
             )
     return headers
+
+
+def right_choice(kind: type[StrEnum], value: object) -> str:
+    """Return how to write the member that was meant by a value of another class, or all members; '' for a member."""
+    if isinstance(value, kind):
+        return ""
+    meant = [one for one in kind if isinstance(value, str) and one.casefold() == value.replace("-", "_").casefold()]
+    return " or ".join(f"{kind.__name__}.{one.name}" for one in meant or kind)
 
 
 def is_text(value: str) -> bool:

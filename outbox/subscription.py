@@ -22,7 +22,6 @@ from outbox.errors import (
     UndecodableBody,
 )
 from outbox.retry import RetryPolicy
-from outbox.utils.choices import right_choice
 from outbox.utils.safe_text import class_name, error_line, show_as, shown_text, traceback_of
 
 if TYPE_CHECKING:
@@ -194,12 +193,12 @@ class Subscription:
     def _complaints(self) -> Iterator[str]:
         if not (_is_whole(self.batch, 1) and _is_whole(self.threads, 1)):
             yield f"batch={self.batch!r} and threads={self.threads!r} must be whole numbers and at least 1"
-        if right := right_choice(Mode, self.mode):
+        if right := names.right_choice(Mode, self.mode):
             yield f"mode={self.mode!r} must be {right}"
         if isinstance(self.start, datetime):
             if self.start.tzinfo is None:
                 yield f"start={self.start!r} needs a time zone"
-        elif right := right_choice(Start, self.start):
+        elif right := names.right_choice(Start, self.start):
             other = "" if isinstance(self.start, str) else " or a datetime with a time zone"
             yield f"start={self.start!r} must be {right}{other}"
         if not isinstance(self.retry, RetryPolicy):
@@ -211,7 +210,7 @@ class Subscription:
             )
         else:
             for kind, reaction in self.on_error.items():
-                if right := right_choice(OnError, reaction):
+                if right := names.right_choice(OnError, reaction):
                     yield f"on_error[{kind.__qualname__}]={reaction!r} must be {right}"
         if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
             yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more"
@@ -241,7 +240,7 @@ class Subscription:
             yield f"only one option may make the bodies for the handler, but options has {reading}"
 
     def _complaints_about_effects(self) -> Iterator[str]:
-        if right := right_choice(Effects, self.effects):
+        if right := names.right_choice(Effects, self.effects):
             yield f"effects={self.effects!r} must be {right}"
         elif self.effects is Effects.OUTSIDE:
             yield from self._complaints_of_claims()

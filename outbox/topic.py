@@ -11,7 +11,6 @@ from outbox import names
 from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatch
 from outbox.message import Message
 from outbox.time_limit import TIMEOUT_HEADER
-from outbox.utils.choices import right_choice
 
 DEFAULT_QUEUE_COUNT = 8
 DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
@@ -70,7 +69,7 @@ class Topic:
                 f"topic {self.name!r}: types={self.types!r} must be a set, such as frozenset({{MessageType.FIFO}})."
             )
         for one in self.types:
-            if right := right_choice(MessageType, one):
+            if right := names.right_choice(MessageType, one):
                 raise ConfigurationError(f"topic {self.name!r}: types has {one!r}, which must be {right}.")
         if not self.types:
             raise ConfigurationError(f"topic {self.name!r}: declare at least one of {', '.join(MessageType)}.")
@@ -118,8 +117,8 @@ class Topic:
         if transactional is False and self.needs_transaction:
             raise MessageTypeMismatch(
                 f"topic {self.name!r} is declared TRANSACTION only: message {messages[0].message_id} must be bound to "
-                f"a local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
-                f"(without Django, with a TransactionProducer). Or add NORMAL to the topic's types."
+                f"a local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message. "
+                f"Or add NORMAL to the topic's types."
             )
         is_fifo, takes_delayed = self.is_fifo, MessageType.DELAY in self.types
         only_delayed = takes_delayed and not is_fifo and MessageType.NORMAL not in self.types

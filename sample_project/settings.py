@@ -4,7 +4,6 @@ Environment variables, all optional:
 SAMPLE_PATH=atomic              the broker is in the orders database, publishing takes the atomic path
 OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
 OUTBOX_DEMO_DIR                 the folder of the embedded server and the logs (default: var/ of the checkout)
-SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engines.md; default: PostgreSQL)
 SAMPLE_BIND                     the site's address (default: 127.0.0.1:8000)
 SAMPLE_PAYMENT_PROVIDER         the payment provider (default: http://127.0.0.1:8010, see provider.py)
 SAMPLE_LEASE_SECONDS            the lease of a queue and of a message in payment (default 10)
@@ -44,22 +43,19 @@ INSTALLED_APPS = [
     "outbox.contrib.erasure",
     "outbox.contrib.events",
     "outbox.contrib.reconciliation",
-    # The shop can move to RocketMQ while it works (SAMPLE_BROKER).
-    "outbox.contrib.rocketmq",
+    "outbox.contrib.limits",
+    "outbox.contrib.schedules",
+    "outbox.contrib.unique",
     "sample_project.catalogue",
     "sample_project.orders",
     "sample_project.logistics",
     "sample_project.points",
     "sample_project.cart",
+    "sample_project.payments",
+    "sample_project.offers",
     "sample_project.income",
     "sample_project.storefront",
 ]
-BROKER = os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default")
-# RocketMQ refuses effects="outside", limits and schedules, so there the shop works without them.
-ON_POSTGRESQL = "://" not in BROKER
-if ON_POSTGRESQL:
-    INSTALLED_APPS += ["outbox.contrib.limits", "outbox.contrib.schedules", "outbox.contrib.unique"]
-    INSTALLED_APPS += ["sample_project.payments", "sample_project.offers"]
 MIDDLEWARE = [
     "sample_project.request_id.of_request",
     "django.middleware.security.SecurityMiddleware",
@@ -107,21 +103,21 @@ if SAMPLE_PATH == "two-phase":
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 OUTBOX: dict[str, Any] = {
-    "BROKER": BROKER,
+    "BROKER": "broker" if SAMPLE_PATH == "two-phase" else "default",
     "PRODUCER_GROUP": "orders",
     "TOPICS": {
         "order.paid": {"queue_count": 4},
         "shipment.created": {"queue_count": 4},
         "order.enriched": {"queue_count": 4},
         "income.minute": {"queue_count": 2},
+        "statement.due": {"queue_count": 1},
+        "offer.made": {"queue_count": 1},
     },
     "HANDLER_MIDDLEWARE": ["sample_project.request_id.of_delivery"],
     "LEASE_SECONDS": float(os.environ.get("SAMPLE_LEASE_SECONDS", "10")),
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
 }
-if ON_POSTGRESQL:
-    OUTBOX["TOPICS"] |= {"statement.due": {"queue_count": 1}, "offer.made": {"queue_count": 1}}
 
 # Mails are printed, so they are in the worker's log.
 EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, LiteralString
+from dataclasses import dataclass
+from typing import Final, LiteralString
 
 import psycopg
 
@@ -82,7 +81,7 @@ class Figures:
     not_shipped: int
     minutes_off: int
     charges_off: int
-    states: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    states: Mapping[tuple[str, str], int]
 
     def state(self, name: str) -> int:
         """The number of messages of all topics in one state."""
@@ -96,12 +95,8 @@ class Figures:
         return not (undecided or self.lost or unfinished)
 
 
-def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: Path | None = None) -> Figures:
-    """Count now. The apps are read first, so a message of a counted order is in the broker's figures.
-
-    Without a broker's database (RocketMQ) the worker's log shows the refused duplicates and the dead letters, and the
-    shop has no app `payments`.
-    """
+def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
+    """Count now. The apps are read first, so a message of a counted order is in the broker's figures."""
     paid, shipments, points, clearances, lost, invented = _row(orders, _COUNTS)
     return Figures(
         paid=paid,
@@ -113,25 +108,11 @@ def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: 
         left_in_carts=_row(orders, _LEFT_IN_CARTS)[0],
         not_shipped=_row(orders, _NOT_SHIPPED)[0],
         minutes_off=_row(orders, _MINUTES_OFF)[0],
-        charges_off=0 if broker is None else _row(orders, _CHARGES_OFF)[0],
-        **(_of_log(log) if broker is None else _of_broker(broker)),
+        charges_off=_row(orders, _CHARGES_OFF)[0],
+        doubled=_row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
+        dead=_row(broker, _DEAD)[0],
+        states={(topic, state): number for topic, state, number in broker.execute(_STATES)},
     )
-
-
-def _of_broker(broker: psycopg.Connection) -> dict[str, Any]:
-    return {
-        "doubled": _row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
-        "dead": _row(broker, _DEAD)[0],
-        "states": {(topic, state): number for topic, state, number in broker.execute(_STATES)},
-    }
-
-
-def _of_log(log: Path | None) -> dict[str, Any]:
-    lines = log.read_text(errors="replace").splitlines() if log is not None and log.exists() else []
-    return {
-        "doubled": sum("failed at" in line and "duplicate key" in line for line in lines),
-        "dead": sum("gives up" in line for line in lines),
-    }
 
 
 def paid_orders(orders: psycopg.Connection) -> set[int]:

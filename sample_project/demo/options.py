@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run. `path` is 'two-phase' or 'atomic', `engine` 'postgres' or 'rocketmq'; `port` 0 takes a free one."""
+    """One run. `path` is 'two-phase' or 'atomic'; `port` 0 takes a free one."""
 
     orders: int
     shoppers: int
     path: str
-    engine: str
     port: int
     keep: bool
     long: bool
@@ -23,7 +22,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; $KEEP, $LONG, $SAMPLE_PATH and $ENGINE are the defaults of the options of these names."""
+    """Read the command line; $KEEP, $LONG and $SAMPLE_PATH are the defaults of the options of these names."""
     parser = argparse.ArgumentParser(prog="python -m sample_project.demo", description=__doc__)
     parser.add_argument("--orders", type=_at_least(20), default=200, help="orders to pay (default: 200)")
     parser.add_argument("--shoppers", type=_at_least(1), default=6, help="customers at a time (default: 6)")
@@ -32,12 +31,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         choices=["two-phase", "atomic"],
         default=os.environ.get("SAMPLE_PATH", "two-phase"),
         help="the broker in a database of its own, or in the orders database",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=["postgres", "rocketmq"],
-        default=os.environ.get("ENGINE") or "postgres",
-        help="the broker: the bundled one, or an Apache RocketMQ that Maven fetches (two-phase; no Spark report)",
     )
     parser.add_argument("--port", type=int, default=0, help="port of the site (default: a free one)")
     parser.add_argument(
@@ -53,10 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         default=os.environ.get("LONG", "") not in ("", "0"),
         help="also deploy version 2 of order.paid while customers pay (LONG=1 does the same)",
     )
-    options = Options(**vars(parser.parse_args(arguments)))
-    if options.long and options.engine != "postgres":
-        parser.error("--long needs --engine postgres: it reads from the broker which messages wait")
-    return options
+    return Options(**vars(parser.parse_args(arguments)))
 
 
 def _at_least(minimum: int) -> type[int]:

@@ -19,16 +19,14 @@ import psycopg
 from outbox.broker import embedded
 from outbox.retry import LONGEST_WAIT_SECONDS
 from sample_project import server
-from sample_project.demo import charges, deployment, figures, reconcile, rocketmq, verdicts
+from sample_project.demo import charges, deployment, figures, reconcile, verdicts
 from sample_project.demo.charges import PaymentKill
 from sample_project.demo.deployment import Deployment
 from sample_project.demo.display import Display
-from sample_project.demo.figures import Figures
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed, Services, child_of
 from sample_project.demo.shopper import Answers, Crowd
 from sample_project.demo.verdicts import Verdict, exactly
-from sample_project.rocketmq_server import PrivateRocketMQ
 
 SETTLE_SECONDS: Final = 90.0
 # The time for the kill in a payment after the last customer has left.
@@ -53,16 +51,11 @@ class Stage:
     orders_url: str
     broker_url: str
     provider_url: str
-    rocketmq: PrivateRocketMQ | None = None
 
     @property
     def two_phase(self) -> bool:
         """Whether the broker has a database of its own."""
-        return self.options.path == "two-phase" and self.rocketmq is None
-
-    def figures(self, orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
-        """Count now."""
-        return figures.read(orders, broker if self.rocketmq is None else None, log=self.services.log("worker"))
+        return self.options.path == "two-phase"
 
     @property
     def site(self) -> str:
@@ -74,28 +67,16 @@ class Stage:
         return self.directory / f"killed.{point}"
 
 
-@dataclass(kw_only=True)
-class _Kills:
-    """What the demo itself has killed so far."""
-
-    leader: bool = False
-    payment: PaymentKill | None = None
-
-
 def run(options: Options, display: Display, directory: Path) -> None:
     """Run the demo once. Raises DemoFailed on any failure or wrong figure; always stops the processes it started."""
-    with (
-        _database(display),
-        rocketmq.running(options, display, directory) as broker_server,
-        _stage(options, display, directory, broker_server) as stage,
-    ):
+    with _database(display), _stage(options, display, directory) as stage:
         _migrate(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
             psycopg.connect(stage.broker_url, autocommit=True) as broker,
         ):
-            crowd, kills = _sell(stage, celery, orders, broker)
+            crowd, kill = _sell(stage, celery, orders, broker)
             answers, customers = crowd.answers, options.orders
             deployed = _deploy(stage, broker) if options.long else None
             if deployed is not None:
@@ -103,22 +84,22 @@ def run(options: Options, display: Display, directory: Path) -> None:
                 answers, customers = answers.with_others(deployed.answers), customers + deployed.customers
                 display.expect(customers)
             late = _settle(stage, answers, orders, broker)
-            found = stage.figures(orders, broker)
+            found = figures.read(orders, broker)
             paid = figures.paid_orders(orders)
             of_versions = [] if deployed is None else deployment.verdicts(deployed, broker, found.paid)
-            in_statements = _statement(stage, orders) if stage.rocketmq is None and late is None else None
+            in_statements = _statement(stage, orders) if late is None else None
         display.states(found)
         results = [
             *verdicts.of_orders(found),
             *verdicts.of_customers(answers, paid, customers),
-            *([] if stage.rocketmq else verdicts.of_charges(charges.read(stage.provider_url), paid, kills.payment)),
+            *verdicts.of_charges(charges.read(stage.provider_url), paid, kill),
             *([] if in_statements is None else [exactly("charges in the statement", in_statements, len(paid))]),
-            *_of_crashes(stage, kills),
+            *_of_crashes(stage, kill),
             *of_versions,
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         failure = late
-        if options.reconcile and failure is None and stage.rocketmq is None:
+        if options.reconcile and failure is None:
             try:
                 results += _reconcile(stage, found.paid)
             except DemoFailed as error:
@@ -147,9 +128,7 @@ def _database(display: Display) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stage(
-    options: Options, display: Display, directory: Path, broker_server: PrivateRocketMQ | None
-) -> Iterator[Stage]:
+def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stage]:
     logs = directory / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
@@ -162,7 +141,6 @@ def _stage(
         "SAMPLE_PAYMENT_PROVIDER": provider_url,
         "SAMPLE_BIND": f"127.0.0.1:{port}",
         **_TIMES,
-        **({"SAMPLE_BROKER": broker_server.url} if broker_server is not None else {}),
     }
     orders_url = embedded.database_url(url, server.ORDERS)
     stage = Stage(
@@ -174,7 +152,6 @@ def _stage(
         orders_url=orders_url,
         broker_url=embedded.database_url(url, server.BROKER) if options.path == "two-phase" else orders_url,
         provider_url=provider_url,
-        rocketmq=broker_server,
     )
     try:
         yield stage
@@ -201,17 +178,13 @@ def _uninterrupted() -> Iterator[None]:
 def _migrate(stage: Stage) -> None:
     stage.display.step("creating the tables, the queues of Celery, and the user of the operations page")
     stage.services.run("migrate", "sample_project.demo.tables", "default", *(["broker"] if stage.two_phase else []))
-    if stage.rocketmq is not None:
-        address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
-        stage.services.run("topics", "sample_project.manage", "outbox_install", f"--create={address}")
 
 
 def _open_shop(stage: Stage) -> int:
     """Start the site and the worker; returns the worker's process id."""
-    provider = ", the payment provider" if stage.rocketmq is None else ""
-    stage.display.step(f"starting the site (gunicorn), the worker (celery with beat and --outbox){provider}")
-    if stage.rocketmq is None:
-        stage.services.start("provider", "sample_project.provider", stage.provider_url.rpartition(":")[2])
+    stage.display.step("starting the site (gunicorn), the worker (celery with beat and --outbox), the payment provider")
+    provider_port = stage.provider_url.rpartition(":")[2]
+    stage.services.start("provider", "sample_project.provider", provider_port)
     before = deployment.OLD if stage.options.long else {}
     for point in ("producer.before_local_commit", "producer.after_local_commit"):
         stage.marker(point).unlink(missing_ok=True)
@@ -233,11 +206,9 @@ def _open_shop(stage: Stage) -> int:
         environment=before,
     )
     stage.services.wait_until(lambda: _answers(stage.port), what="the site's answer", log="site", within_seconds=30)
-    if stage.rocketmq is None:
-        port = int(stage.provider_url.rpartition(":")[2])
-        stage.services.wait_until(
-            lambda: _answers(port), what="the provider's answer", log="provider", within_seconds=30
-        )
+    stage.services.wait_until(
+        lambda: _answers(int(provider_port)), what="the provider's answer", log="provider", within_seconds=30
+    )
     return celery
 
 
@@ -251,14 +222,16 @@ def _faults(stage: Stage) -> str:
     )
 
 
-def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, _Kills]:
+def _sell(
+    stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection
+) -> tuple[Crowd, PaymentKill | None]:
     """Run the customers; meanwhile the fault points kill web processes, and the demo kills the sequencing process."""
     options, display = stage.options, stage.display
     display.step(f"{options.orders} customers come to {stage.site}; the first one alone, until the worker has started")
     display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
     told: set[str] = set()
-    kills = _Kills()
+    kill: PaymentKill | None = None
     first_told = False
     pause = threading.Event()
     display.open()
@@ -266,29 +239,32 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
     try:
         while not crowd.done():
             stage.services.check_alive()
-            found = stage.figures(orders, broker)
+            found = figures.read(orders, broker)
             display.show(crowd.answers.total, found)
             if not first_told and found.shipments:
                 first_told = True
                 _tell_first_order(stage, orders)
                 crowd.start_others()
             _tell_kills(stage, told)
-            _kill_leader_when_due(stage, celery, crowd, kills)
+            kill = kill or _killed_in_a_payment(stage, celery)
             pause.wait(0.25)
         # The last customers may have left before the provider was slow.
-        _wait_for_the_kill(stage, celery, crowd, kills)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while kill is None and time.monotonic() < deadline:
+            stage.services.check_alive()
+            kill = _killed_in_a_payment(stage, celery)
+            pause.wait(0.1)
     finally:
         crowd.send_home()
         display.close()
     _tell_kills(stage, told)
-    return crowd, kills
+    return crowd, kill
 
 
 def _tell_first_order(stage: Stage, orders: psycopg.Connection) -> None:
     order = figures.first_shipped(orders)
     stage.display.step(f"the first order has arrived: order {order} was paid, and its message created the shipment")
-    if stage.rocketmq is None:
-        stage.display.note(f"its messages: {stage.site}operations/messages/?q={order}")
+    stage.display.note(f"its messages: {stage.site}operations/messages/?q={order}")
     if stage.options.shoppers > 1:
         stage.display.step(f"{stage.options.shoppers} customers at a time from now on; processes are killed meanwhile")
 
@@ -304,36 +280,18 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
             stage.display.note(f"a web process was killed (SIGKILL) {when}")
 
 
-def _wait_for_the_kill(stage: Stage, celery: int, crowd: Crowd, kills: _Kills) -> None:
-    deadline = time.monotonic() + _KILL_SECONDS
-    pause = threading.Event()
-    while not kills.leader and time.monotonic() < deadline:
-        stage.services.check_alive()
-        _kill_leader_when_due(stage, celery, crowd, kills)
-        pause.wait(0.1)
-
-
-def _kill_leader_when_due(stage: Stage, celery: int, crowd: Crowd, kills: _Kills) -> None:
-    """Kill RocketMQ halfway, or the consumer process, which also leads the broker, while it waits for the provider."""
-    if kills.leader:
-        return
-    if stage.rocketmq is not None:
-        if crowd.answers.total >= stage.options.orders // 2:
-            stage.rocketmq.kill()
-            stage.display.note("RocketMQ was killed (SIGKILL); the demo starts it again, and the shop waits for it")
-            stage.rocketmq.start()
-            kills.leader = True
-        return
+def _killed_in_a_payment(stage: Stage, celery: int) -> PaymentKill | None:
+    """Kill the consumer process, which also leads the broker, if it waits for the provider now."""
     pid = child_of(celery, "outbox.contrib.django.worker.child", "consumer")
     charge = charges.unanswered(charges.read(stage.provider_url))
     if pid is None or charge is None:
-        return
+        return None
     os.kill(pid, signal.SIGKILL)
-    kills.leader, kills.payment = True, PaymentKill(number=charge.number, order=charge.order)
     stage.display.note(
         f"the process that sequences and consumes was killed (SIGKILL) in the payment of order {charge.order}; "
         "the provider has charged it, and the shop does not know that yet"
     )
+    return PaymentKill(number=charge.number, order=charge.order)
 
 
 def _deploy(stage: Stage, broker: psycopg.Connection) -> Deployment:
@@ -358,7 +316,7 @@ def _settle(
     stage.display.step("waiting for unfinished messages; beat's check-back settles undecided transactions")
 
     def settled() -> bool:
-        found = stage.figures(orders, broker)
+        found = figures.read(orders, broker)
         stage.display.show(answers.total, found)
         return found.settled
 
@@ -384,12 +342,12 @@ def _statement(stage: Stage, orders: psycopg.Connection) -> int:
     return sum(charges.statements(orders))
 
 
-def _of_crashes(stage: Stage, kills: _Kills) -> list[Verdict]:
+def _of_crashes(stage: Stage, kill: PaymentKill | None) -> list[Verdict]:
     """Verify that the crashes happened: a demo without them would prove little."""
     return [
         exactly("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
         exactly("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
-        exactly("leading processes killed", int(kills.leader), 1),
+        exactly("leading processes killed", int(kill is not None), 1),
     ]
 
 

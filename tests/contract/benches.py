@@ -149,7 +149,7 @@ class PostgresBench:
             JOIN outbox.topic t USING (topic_id)
             JOIN outbox.commit_log l USING (log_id)
             WHERE t.name = %s
-            ORDER BY q.generation, q.number, e.queue_offset
+            ORDER BY q.layout, q.number, e.queue_offset
             """,
             [topic],
         ).fetchall()

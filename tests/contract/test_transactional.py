@@ -8,12 +8,10 @@ import pytest
 
 from outbox.checkback import CheckBack
 from outbox.errors import (
-    LocalTransactionRolledBack,
     MessageTypeMismatch,
     UnknownTopic,
 )
 from outbox.message import Message
-from outbox.producer import TransactionProducer
 from outbox.transaction import Answer, Check, Decision, EndStatus, EndTransaction, HalfTransaction
 from tests.contract.benches import GROUP, Bench
 
@@ -230,63 +228,11 @@ def test_resent_plain_message_is_stored_once(bench: Bench) -> None:
     assert len(bench.visible("orders")) == 2
 
 
-def test_refused_half_does_not_run_the_local_transaction(bench: Bench) -> None:
-    listener = Listener(Decision.COMMIT)
-    producer = TransactionProducer(bench.broker, GROUP, listener)
+def test_a_refused_half_is_an_error(bench: Bench) -> None:
     with pytest.raises(UnknownTopic, match="nowhere"):
-        producer.send_in_transaction(message(topic="nowhere"))
+        bench.broker.send_half(half(message(topic="nowhere")))
     with pytest.raises(MessageTypeMismatch, match="TRANSACTION"):
-        producer.send_in_transaction(message(topic="plain"))
-    assert listener.executed == []
-
-
-class Listener:
-    def __init__(self, outcome: Decision | Exception | None, *, found: Decision | None = None) -> None:
-        self.outcome, self.found = outcome, found
-        self.executed: list[Message] = []
-
-    def execute_local_transaction(self, message: Message, arg: object) -> Decision | None:
-        self.executed.append(message)
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    def check_local_transaction(self, check: Check) -> Decision | None:
-        return self.found
-
-
-@pytest.mark.parametrize(("outcome", "seen"), [(Decision.COMMIT, 1), (Decision.ROLLBACK, 0)])
-def test_listener_decides(bench: Bench, outcome: Decision, seen: int) -> None:
-    producer = TransactionProducer(bench.broker, GROUP, Listener(outcome))
-    assert producer.send_in_transaction(message()).decision is outcome
-    assert len(bench.visible("orders")) == seen
-
-
-@pytest.mark.parametrize("outcome", [None, Decision.UNKNOWN])
-def test_null_or_unknown_of_the_listener_is_undecided_and_then_checked(bench: Bench, outcome: Decision | None) -> None:
-    producer = TransactionProducer(bench.broker, GROUP, Listener(outcome, found=Decision.COMMIT))
-    producer.send_in_transaction(message())
-    assert bench.visible("orders") == []
-    assert producer.check_back().committed == 1
-    assert len(bench.visible("orders")) == 1
-
-
-def test_certain_rollback_of_the_listener_is_reported(bench: Bench) -> None:
-    producer = TransactionProducer(bench.broker, GROUP, Listener(LocalTransactionRolledBack("no stock")))
-    with pytest.raises(LocalTransactionRolledBack, match="no stock"):
-        producer.send_in_transaction(message())
-    assert producer.check_back().claimed == 0
-    assert bench.visible("orders") == []
-
-
-def test_exception_that_proves_nothing_is_left_to_check_back(bench: Bench) -> None:
-    lost_connection = ConnectionError("connection lost during COMMIT")
-    producer = TransactionProducer(bench.broker, GROUP, Listener(lost_connection, found=Decision.COMMIT))
-    with pytest.raises(ConnectionError):
-        producer.send_in_transaction(message())
-    assert bench.visible("orders") == []
-    assert producer.check_back().committed == 1
-    assert len(bench.visible("orders")) == 1
+        bench.broker.send_half(half(message(topic="plain")))
 
 
 def test_fifo_and_transactional_hold_together(bench: Bench) -> None:

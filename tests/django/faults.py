@@ -48,7 +48,7 @@ def no_sequencer(world: World) -> None:
 @fault
 def part_missing(world: World) -> None:
     """The only service with a part of the leader runs no worker, or has turned the part off."""
-    world.sql("INSERT INTO outbox.part (name, version, leads) VALUES ('greetings', 1, true)")
+    world.sql("INSERT INTO outbox.schema_version (name, version, leads) VALUES ('greetings', 1, true)")
     world.sql("UPDATE outbox.leader_lease SET lacks = '{greetings}', stands_in = true")
 
 

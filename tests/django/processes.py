@@ -20,7 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def environment(
-    *, outbox: Mapping[str, Any] | None = None, default: Mapping[str, Any] | None = None, faults: str = ""
+    *,
+    outbox: Mapping[str, Any] | None = None,
+    default: Mapping[str, Any] | None = None,
+    faults: str = "",
+    subscribers: str = "effects.usual",
 ) -> dict[str, str]:
     """The environment of a process that works on the databases of this test; `default` changes that alias."""
     return {
@@ -30,6 +34,7 @@ def environment(
         "TEST_BROKER_URL": alias_conninfo("broker"),
         "TEST_DEFAULT": json.dumps(dict(default or {})),
         "TEST_OUTBOX": json.dumps(dict(outbox or {})),
+        "TEST_SUBSCRIBERS": f"tests.django.{subscribers}",
         "PYTHONUNBUFFERED": "1",
         **({"OUTBOX_FAULTS": faults} if faults else {}),
     }
@@ -45,17 +50,21 @@ def process(
     quiet: bool = False,
     log: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    subscribers: str = "effects.usual",
 ) -> Iterator[subprocess.Popen[str]]:
     """A Python process of the project, terminated (and if need be killed) at the end of the block.
 
     `quiet` throws its log away: one that is read at the end only must fit into a pipe. `log` is a file to which it is
-    appended instead. `variables` go on top.
+    appended instead. `variables` go on top. `subscribers`: the module of tests.django with the subscribers.
     """
     with (
         contextlib.nullcontext() if log is None else log.open("a", encoding="utf-8") as file,
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**environment(outbox=outbox, default=default, faults=faults), **(variables or {})},
+            env={
+                **environment(outbox=outbox, default=default, faults=faults, subscribers=subscribers),
+                **(variables or {}),
+            },
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -58,10 +58,9 @@ def other() -> Iterator[Provider]:
 
 
 def process(role: str, other: Provider, specification: str = "", **options: Any) -> AbstractContextManager[Any]:
-    settings = {"SUBSCRIBER_MODULE": "slow", **options}
     variables = {"TEST_PROVIDER": other.url}
     started: AbstractContextManager[Any] = child(
-        role, outbox=settings, faults=specification, variables=variables, quiet=True
+        role, outbox=options, faults=specification, variables=variables, subscribers="effects.slow", quiet=True
     )
     return started
 
@@ -160,7 +159,7 @@ class Victims:
 @contextmanager
 def victims(other: Provider) -> Iterator[Victims]:
     variables = {"TEST_PROVIDER": other.url}
-    with forking("consumer", outbox={"SUBSCRIBER_MODULE": "slow"}, variables=variables) as started:
+    with forking("consumer", subscribers="effects.slow", variables=variables) as started:
         yield Victims(other, started)
 
 

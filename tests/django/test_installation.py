@@ -148,7 +148,7 @@ def test_a_part_of_another_service_is_dropped_by_its_name() -> None:
     with broker_database().connect() as connection:
         connection.execute("CREATE TABLE outbox.greeting (text text)")
         connection.execute("INSERT INTO outbox.greeting VALUES ('hello')")
-        connection.execute("INSERT INTO outbox.part (name, version, leads, objects)"
+        connection.execute("INSERT INTO outbox.schema_version (name, version, leads, objects)"
                            " VALUES ('greetings', 1, false, '{greeting}')")  # fmt: skip
     with pytest.raises(CommandError, match=r"no part 'farewells' has tables .* Nothing was dropped"):
         call("--drop", "--part", "farewells")
@@ -161,7 +161,8 @@ def test_a_part_of_another_service_is_dropped_by_its_name() -> None:
     assert "Done." in call("--drop", "--part", "greetings", "--force")
     assert "outbox.greeting" not in tables() and "outbox.commit_log" in tables()
     with broker_database().connect() as connection:
-        assert connection.execute("SELECT count(*) FROM outbox.part WHERE name = 'greetings'").fetchone() == (0,)
+        found = connection.execute("SELECT count(*) FROM outbox.schema_version WHERE name = 'greetings'").fetchone()
+    assert found == (0,)
 
 
 def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[..., None]) -> None:
@@ -198,10 +199,10 @@ def test_remaining_work_is_counted_by_whether_workers_settle_it() -> None:
     with transaction.atomic():
         publish("orders", {}, key="one", using="default")
     flush(within_seconds=5)
-    before = engine_of(get_settings()).left()
+    before = engine_of(get_settings()).leftover_work()
     assert (before.waiting, before.staying) == (["topic 'orders' has 1 messages not queued yet"], [])
     drain()
-    after = engine_of(get_settings()).left()
+    after = engine_of(get_settings()).leftover_work()
     assert (after.waiting, after.staying) == ([], ["group 'effects' has 1 messages dead"])
 
 

@@ -28,7 +28,7 @@ from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.conftest import point_alias
-from tests.django.effects import subscribers as effects
+from tests.django.effects import usual as effects
 from tests.django.processes import child
 from tests.django.shop.models import Effect, Order
 from tests.restores import Servers, base_backup, dump, recreate, restore, restore_over

@@ -135,7 +135,7 @@ def _upgrade() -> None:
         try:
             _command("outbox_install")()
         finally:
-            _as_owner(f"UPDATE outbox.schema_version SET version = {SCHEMA_VERSION}")
+            _as_owner(f"UPDATE outbox.schema_version SET version = {SCHEMA_VERSION} WHERE name = 'core'")
 
 
 def _consume() -> None:

@@ -47,7 +47,7 @@ TOPICS: Final[dict[str, Any]] = {
     "bookings": {"types": ["NORMAL", "DELAY", "TRANSACTION"], "queue_count": 2},
     **{name: {"queue_count": 1} for name in ("invoices", "refunds", "keys")},
 }
-SETTINGS: Final[dict[str, Any]] = {"TOPICS": TOPICS, "SUBSCRIBER_MODULE": "saga"}
+SETTINGS: Final[dict[str, Any]] = {"TOPICS": TOPICS}
 HALF_AN_HOUR: Final = 30 * 60
 
 
@@ -432,7 +432,7 @@ def killed_at_each_step(hotel: SimpleNamespace, points: Iterator[str]) -> None:
 
 
 def started(name: str, faults: str = "") -> contextlib.AbstractContextManager[Any]:
-    return process(WORKERS[name], outbox=SETTINGS, faults=faults, quiet=True)
+    return process(WORKERS[name], outbox=SETTINGS, subscribers="hotel.saga", faults=faults, quiet=True)
 
 
 def killed_at(point: str) -> None:

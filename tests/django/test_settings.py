@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,7 +61,6 @@ def test_topics_become_declared_topics() -> None:
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
         ({"AUTO_CREATE_TOPICS": "yes"}, "True or False"),
-        ({"SUBSCRIBER_MODULE": "my-module"}, "the name of a module"),
         ({"IMMUNITY_SECONDS": 1.5}, "whole number of seconds, at least 0"),
         ({"IMMUNITY_SECONDS": True}, "whole number"),
         ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
@@ -132,22 +132,22 @@ def test_one_codec_for_the_whole_project(application: None, outbox_settings: Cal
 
 @pytest.mark.usefixtures("no_subscribers")
 def test_subscribers_are_found_in_one_module_of_each_app(
-    application: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    application: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`handlers.py` is a name that other apps have for other things, some of which must not be imported twice."""
     module = apps.get_app_config("shop").module
     assert module is not None
     monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
     (tmp_path / "handlers.py").write_text("raise RuntimeError('not mine to import')\n")
-    (tmp_path / "incoming.py").write_text(
+    assert autodiscover() == []
+    (tmp_path / "subscribers.py").write_text(
         "from outbox.contrib.django import subscriber\n@subscriber('orders', group='found')\ndef found(delivery): ...\n"
     )
-    assert autodiscover() == []
-    outbox_settings(SUBSCRIBER_MODULE="incoming")
+    importlib.invalidate_caches()
     try:
-        assert [item.name for item in autodiscover()] == ["tests.django.shop.incoming:found"]
+        assert [item.name for item in autodiscover()] == ["tests.django.shop.subscribers:found"]
     finally:
-        sys.modules.pop("tests.django.shop.incoming", None)
+        sys.modules.pop("tests.django.shop.subscribers", None)
 
 
 def test_conninfo_of_an_alias(application: None) -> None:

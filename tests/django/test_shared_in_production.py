@@ -408,7 +408,8 @@ def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- stops and deaths ------------------------------------------------------------------------------
 
-NOTING = {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting", "MESSAGES_PER_COMMIT": 16}
+NOTES = {"TOPICS": {"notes": {"queue_count": 2}}, "MESSAGES_PER_COMMIT": 16}
+NOTING: dict[str, Any] = {"outbox": NOTES, "subscribers": "effects.noting"}
 
 
 def send_notes(count: int) -> None:
@@ -427,16 +428,16 @@ def notes_once(count: int) -> None:
 def test_sigterm_in_the_middle_of_shared_transactions() -> None:
     count = 400
     send_notes(count)
-    with child("broker", outbox=NOTING, quiet=True):
+    with child("broker", **NOTING, quiet=True):
         slow = "consumer.before_inbox_commit=delay:0.01"
         for least in (30, 150):
-            with child("consumer", outbox=NOTING, quiet=True, faults=slow) as stopping:
+            with child("consumer", **NOTING, quiet=True, faults=slow) as stopping:
                 eventually(lambda least=least: len(effects()) > least, within_seconds=40)  # type: ignore[misc]
                 stopping.send_signal(signal.SIGTERM)
                 assert stopping.wait(20) == 0
             # All offsets are stored, so nothing is delivered again.
             assert unstored() == 0
-        with child("consumer", outbox=NOTING, quiet=True):
+        with child("consumer", **NOTING, quiet=True):
             eventually(lambda: len(effects()) >= count, within_seconds=60)
     notes_once(count)
     assert failed() == []
@@ -467,10 +468,10 @@ def test_sigkill(kill: str) -> None:
     """Between two handlers, before COMMIT, after COMMIT, and before the offsets are stored."""
     count = 200
     send_notes(count)
-    with child("broker", outbox=NOTING, quiet=True):
-        with child("consumer", outbox=NOTING, faults=f"consumer.{kill}", quiet=True) as victim:
+    with child("broker", **NOTING, quiet=True):
+        with child("consumer", **NOTING, faults=f"consumer.{kill}", quiet=True) as victim:
             assert victim.wait(60) == -signal.SIGKILL
-        with child("consumer", outbox=NOTING, quiet=True):
+        with child("consumer", **NOTING, quiet=True):
             eventually(lambda: len(effects()) >= count, within_seconds=60)
     notes_once(count)
 
@@ -574,7 +575,6 @@ def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_guilty_message_of_a_death_is_suspected() -> None:
     """Message 40 kills its process in a callback, when its transaction has committed. Message 77 kills it always."""
     count = 200
-    dying = {**NOTING, "SUBSCRIBER_MODULE": "dying"}
     send_notes(count)
     suspected: set[str] = set()
 
@@ -584,7 +584,7 @@ def test_only_the_guilty_message_of_a_death_is_suspected() -> None:
             suspected.update(key for (key,) in cursor.fetchall())
         return suspected
 
-    with process(["-m", "django", "outbox_worker"], outbox=dying, quiet=True):
+    with process(["-m", "django", "outbox_worker"], outbox=NOTES, subscribers="effects.dying", quiet=True):
         eventually(lambda: "77" in quarantined(), within_seconds=60, what=lambda: str(suspected))
         # The others do not wait until message 77 has killed three processes more.
         eventually(

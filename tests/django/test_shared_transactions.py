@@ -386,14 +386,15 @@ def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
 def test_consumers_killed_in_shared_transactions() -> None:
     """SIGKILL between two handlers, before COMMIT and after it: each effect is there once."""
     count = 600
-    noting = {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting", "MESSAGES_PER_COMMIT": 16}
+    notes = {"TOPICS": {"notes": {"queue_count": 2}}, "MESSAGES_PER_COMMIT": 16}
+    noting: dict[str, Any] = {"outbox": notes, "subscribers": "effects.noting"}
     postgres_broker().declare([Topic(name="notes", queue_count=2)])
     postgres_broker().send([Message(topic="notes", body=b"{}", key=str(number)) for number in range(count)])
-    with child("broker", outbox=noting, quiet=True):
+    with child("broker", **noting, quiet=True):
         for kill in ("before_handler=kill@90", "before_inbox_commit=kill@25", "after_inbox_commit=kill@25"):
-            with child("consumer", outbox=noting, faults=f"consumer.{kill}", quiet=True) as victim:
+            with child("consumer", **noting, faults=f"consumer.{kill}", quiet=True) as victim:
                 assert victim.wait(60) == -signal.SIGKILL, kill
-        with child("consumer", outbox=noting, quiet=True):
+        with child("consumer", **noting, quiet=True):
             eventually(lambda: len(effects()) >= count, within_seconds=60)
     made = [number.split(":") for number in effects()]
     assert Counter(key for key, _ in made) == Counter(map(str, range(count)))

@@ -22,7 +22,7 @@ from outbox.broker.groups.registration import register
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.publishing.checkback import run_check_back
-from outbox.contrib.django.worker.drain import drain, settle
+from outbox.contrib.django.worker.drain import drain, queue_messages
 from outbox.contrib.tasks import stranded
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.tasks.registration import register_backends
@@ -88,7 +88,7 @@ def test_postponed_and_retried_tasks_all_run_among_more_urgent_ones(databases: N
         drain()
         with broker_connection() as (connection, _):
             let_time_pass(connection, 60)
-        settle()  # The messages of what was postponed are queued before those of what is urgent.
+        queue_messages()  # The messages of what was postponed are queued before those of what is urgent.
         for number in "1234":
             tasks.nap.using(priority=50).enqueue(f"urgent {number}")
         drain()
@@ -187,7 +187,7 @@ def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> Non
 def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None) -> None:
     """Of one whose message the broker has lost, one whose message was consumed, and one from before migration 0002."""
     lost, consumed, old, waits = (tasks.note.enqueue(str(number)) for number in range(4))
-    settle()
+    queue_messages()
     _lose(lost.id)
     drain()
     TaskEntry.objects.filter(pk__in=[consumed.id, old.id]).update(status="READY", attempts=0, finished_at=None)
@@ -212,7 +212,7 @@ def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None)
 def test_an_entry_whose_message_waits_or_is_a_dead_letter_is_not_stranded(databases: None) -> None:
     postponed = tasks.note.using(run_after=timezone.now() + timedelta(hours=1)).enqueue("1")
     queued, dead = tasks.note.enqueue("2"), tasks.note.using(queue_name="mail").enqueue("3")
-    settle()
+    queue_messages()
     with broker_connection() as (connection, _):
         connection.execute("SELECT set_config('search_path', 'outbox', false)")
         letter = (

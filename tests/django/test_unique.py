@@ -18,7 +18,6 @@ from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery, Message, SendReceipt, hooks
 from outbox.contrib.django import (
-    get_broker,
     message,
     message_transaction,
     publish,
@@ -40,12 +39,10 @@ from outbox.contrib.unique.option import MAX_WITHIN
 from outbox.errors import (
     ConfigurationError,
     InvalidMessage,
-    NotSupported,
     SendFailed,
     TransactionUsageError,
     UsageError,
 )
-from outbox.producer import Producer
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
 from tests.support import eventually
@@ -715,12 +712,6 @@ def test_a_missing_table_is_named() -> None:
         finally:
             cursor.execute("ALTER TABLE outbox_elsewhere RENAME TO outbox_unique")
     assert said.startswith("outbox_unique are missing in 'other'")
-
-
-def test_a_producer_without_a_database_refuses_unique_messages() -> None:
-    built = message("orders", {}, Unique("a", within=60))
-    with pytest.raises(NotSupported, match="no database transaction"):
-        Producer(get_broker()).send(built)
 
 
 # -- the cost of messages without a key -------------------------------------------------------------

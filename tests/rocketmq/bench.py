@@ -14,8 +14,8 @@ from outbox.rocketmq.consumer import RocketMQConsumers
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import Check
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract.benches import CHECKS, publish_two_phase
+from tests.rocketmq_server import PrivateRocketMQ
 
 # Longer than the server waits before it asks (twice), than a retry, and than an empty poll (5 s).
 QUIET_SECONDS = 8.0

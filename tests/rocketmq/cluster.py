@@ -19,10 +19,10 @@ from typing import Final
 
 from outbox.errors import BrokerError
 from outbox.rocketmq.admin import Admin, brokers_of
-from sample_project.rocketmq_server import OPENS, is_free
 from tests.documents import DOCS, blocks
 from tests.rocketmq.disk import Disk
 from tests.rocketmq.link import Link
+from tests.rocketmq_server import OPENS, is_free
 from tests.support import eventually
 
 PAGE: Final = DOCS / "engines.md"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ, fetch_programs
 from tests.django.conftest import (  # noqa: F401
     application,
     cleaners,
@@ -21,6 +20,7 @@ from tests.django.conftest import (  # noqa: F401
     no_subscribers,
     outbox_settings,
 )
+from tests.rocketmq_server import PrivateRocketMQ, fetch_programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(os.environ.get("OUTBOX_ROCKETMQ_PROGRAMS", ROOT / "var" / "rocketmq"))

@@ -18,11 +18,11 @@ from outbox.retry import RetryPolicy
 from outbox.rocketmq.consumer import RocketMQConsumers
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.topics import LATER, STEPS, relayed
+from tests.rocketmq_server import PrivateRocketMQ
 
 
 class Undone(Exception):

@@ -20,9 +20,9 @@ from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Decision, EndTransaction, HalfTransaction
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import QUICK, unique
 from tests.rocketmq.test_engine import consuming
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 USER, SECRET = "shop@home", "s:e/c%r@t"

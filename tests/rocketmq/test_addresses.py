@@ -16,7 +16,7 @@ from outbox.errors import BrokerUnavailable
 from outbox.rocketmq.address import HostPort
 from outbox.rocketmq.admin import Admin
 from outbox.topic import Topic
-from sample_project.rocketmq_server import VERSION, PrivateRocketMQ, fetch_programs
+from tests.rocketmq_server import VERSION, PrivateRocketMQ, fetch_programs
 
 NAME_SERVER = json.dumps({"code": 3, "remark": "request type 17 not supported"}).encode()
 

@@ -16,10 +16,10 @@ import pytest
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq import admin, exhausted
 from outbox.utils import faults
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled
+from tests.rocketmq_server import PrivateRocketMQ
 
 CHILD = ["-m", "outbox.contrib.django.worker.child"]
 CHILDREN = {"check": [*CHILD, "check"], "consumer-1": [*CHILD, "consumer"], "consumer-2": [*CHILD, "consumer"]}

@@ -17,11 +17,11 @@ from outbox.rocketmq.producer import AnsweringThread
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckCounts, Decision, HalfTransaction
 from outbox.utils import heartbeat
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.rocketmq.conftest import QUICK, running_server, unique
 from tests.rocketmq.project import expected, happened, make_project, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_engine import consuming
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 BOUND = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})

@@ -21,12 +21,12 @@ from typing import Final
 import pytest
 
 from outbox.contrib.django.engine import broker as broker_access
-from sample_project.rocketmq_server import fetch_programs
 from tests.django.shop.models import Order
 from tests.rocketmq.cluster import BROKERS, PROXIES, RocketMQCluster
 from tests.rocketmq.conftest import PROGRAMS
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_campaign import CHILDREN, STEPS
+from tests.rocketmq_server import fetch_programs
 from tests.support import eventually
 
 # The version that docs/engines.md recommends.

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from outbox.rocketmq.admin import Admin, brokers_of
-from sample_project.rocketmq_server import fetch_programs
 from tests.django import processes
 from tests.documents import blocks
 from tests.rocketmq.cluster import PAGE, choose_ports, write_programs
 from tests.rocketmq.conftest import PROGRAMS, ROOT, unique
 from tests.rocketmq.project import Project, happened, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_cluster import VERSION
+from tests.rocketmq_server import fetch_programs
 from tests.support import eventually
 
 

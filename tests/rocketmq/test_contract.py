@@ -13,7 +13,6 @@ import pytest
 from outbox.rocketmq import admin, consumer, producer, wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract import (
     test_consumers,
     test_consumption,
@@ -27,6 +26,7 @@ from tests.contract import (
 from tests.contract.benches import Bench
 from tests.rocketmq.bench import RocketMQBench
 from tests.rocketmq.conftest import unique
+from tests.rocketmq_server import PrivateRocketMQ
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUITE = (

@@ -21,8 +21,8 @@ from outbox.rocketmq.consumer import RocketMQConsumers
 from outbox.subscription import Mode, Subscription
 from outbox.topic import Topic
 from outbox.transaction import Answer, Decision, EndStatus, EndTransaction, HalfTransaction
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import unique
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 Topics = Callable[..., Topic]

@@ -12,9 +12,9 @@ from outbox.message import Message
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.left import Timers, left
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import running_server, unique
 from tests.rocketmq.test_engine import consuming
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 

@@ -12,10 +12,10 @@ import pytest
 from django.core.management import call_command
 
 from outbox.contrib.django.engine import broker as broker_access
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.project import Project, happened, make_project, nothing_lost_invented_or_doubled
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application")

@@ -17,10 +17,10 @@ from outbox.rocketmq.admin import read_stored
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.exhausted import READER
 from outbox.topic import Topic
-from sample_project.rocketmq_server import fetch_programs
 from tests.rocketmq.cluster import BROKERS, RocketMQCluster
 from tests.rocketmq.conftest import PROGRAMS, unique
 from tests.rocketmq.test_cluster import VERSION
+from tests.rocketmq_server import fetch_programs
 from tests.support import eventually
 
 

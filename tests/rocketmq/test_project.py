@@ -15,11 +15,11 @@ from outbox.contrib.django import get_broker
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.utils import faults
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.driver import place
 from tests.rocketmq.project import Project, happened, make_project, nothing_lost_invented_or_doubled
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application")

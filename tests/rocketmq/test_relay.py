@@ -15,8 +15,8 @@ from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.rocketmq.apps import FAULT_POINTS
 from outbox.contrib.rocketmq.models import RelayLease
 from outbox.contrib.rocketmq.relay_rows import backlog, rows_on
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.relay_project import RelayProject, in_threads, make_relay_project, watching
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application")

@@ -18,10 +18,10 @@ from outbox.contrib.django import publish
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.rocketmq.apps import FAULT_POINTS
 from outbox.contrib.rocketmq.relay_rows import rows_on
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.relay_project import RelayProject, in_threads, make_relay_project, watching
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 STEPS = FAULT_POINTS

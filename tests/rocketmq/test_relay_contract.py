@@ -22,12 +22,12 @@ from outbox.message import Message
 from outbox.rocketmq import admin, consumer, producer, wire
 from outbox.rocketmq.broker import is_rejected
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract.benches import Bench
 from tests.rocketmq.bench import RocketMQBench
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.relay_project import Undone
 from tests.rocketmq.test_contract import LACKING, LACKING_MODULES, SUITE, here
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 TOPICS: Mapping[str, Sequence[str]] = {

@@ -28,9 +28,9 @@ from outbox.retry import RetryPolicy
 from outbox.rocketmq import inspection
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.topic import Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.operators import ALL, client_of, make_user
 from tests.rocketmq.conftest import running_server, unique
+from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers")

@@ -30,9 +30,7 @@ def test_a_running_topic_gets_more_and_fewer_queues(new_machine: Callable[..., M
     for count in ("8", "2"):
         machine.bash(f"manage.py outbox_topic alter orders --queue-count {count}")
         machine.wait_for_orders(40)
-        used = (
-            "SELECT count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id, generation) WHERE name = 'orders'"
-        )
+        used = "SELECT count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id, layout) WHERE name = 'orders'"
         assert machine.ask("BROKER_URL", used) == [(int(count),)]
     # `migrate` declares what the settings say.
     machine.variables["SHOP_QUEUES"] = "2"

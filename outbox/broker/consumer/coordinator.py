@@ -60,9 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 _QUEUES = Statement("""
-SELECT topic_id, queue_id, number, generation AS layout, closed_at
+SELECT topic_id, queue_id, number, layout, closed_at
 FROM {schema}.queue WHERE topic_id = ANY(%(topic_ids)s::integer[])
-ORDER BY topic_id, generation, number
+ORDER BY topic_id, layout, number
 """)
 
 
@@ -183,7 +183,6 @@ class Coordinator:
         ownership: Ownership,
         *,
         lease_seconds: float,
-        strategy: rebalance.Strategy | Collection[int],
         report: Callable[[], CallsReport] = CallsReport,
     ) -> None:
         self._database = database
@@ -193,7 +192,6 @@ class Coordinator:
         self._shared_groups = [group.group_id for group in groups if not group.broadcast]
         self._ownership = ownership
         self._term = lease_seconds
-        self._strategy = strategy
         self._note = FailureNote(database, ProcessPart.LEASES, of=", ".join(sorted(group.name for group in groups)))
         self._leases: dict[QueueKey, Lease] = {}
         self._leaving: set[QueueKey] = set()
@@ -424,7 +422,7 @@ class Coordinator:
         self._compare(look.queues, stopped)
         for group_id in self._shared_groups:
             of_group = [queue for queue in look.queues if queue.key[0] == group_id]
-            mine = rebalance.share(self._instance, self._strategy, look.members[group_id], of_group)
+            mine = rebalance.share(self._instance, look.members[group_id], of_group)
             for key in [key for key in self._leases if key[0] == group_id and key not in mine]:
                 self._let_go(key)
             free = [
@@ -507,7 +505,7 @@ class Coordinator:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
             quarantine.end_attempts(run, self._instance)
-            members.leave(run, self._instance)
+            members.leave_groups(run, self._instance)
             notify(run, Channel.SHARED)
 
 

@@ -35,7 +35,7 @@ from outbox.broker.consumer.results import (
     Failed,
     Waiting,
     book,
-    leave,
+    leave_queue,
     postpone,
     put_back,
     settle,
@@ -639,7 +639,7 @@ class Dispatcher:
             if work.keeps_order or item.queue.lease.life != self._life:
                 self._detach(work)
                 continue
-            kept = leave(run, self._instance, work)
+            kept = leave_queue(run, self._instance, work)
             work.has_left = True
             item.queue.returned(1)
             if item.queue.phase is Phase.LOST:

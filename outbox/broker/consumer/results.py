@@ -271,7 +271,7 @@ _CONSEQUENCES: Final = {
 _ASK_SECONDS: Final = 1.0
 
 
-def leave(run: Executor, instance: UUID, work: HandlerCall) -> bool:
+def leave_queue(run: Executor, instance: UUID, work: HandlerCall) -> bool:
     """Let the claimed message of a running call leave its queue. Return False if this process has lost the queue."""
     [item] = work.items
     faults.point("claim.before_leave")
@@ -321,7 +321,7 @@ def _leave(
     run: Executor, instance: UUID, item: FetchedEntry, place: Redelivery, seconds: float, *, is_claimed: bool = True
 ) -> bool:
     queue = item.queue
-    if not redelivery.leave(
+    if not redelivery.leave_queue(
         run,
         instance,
         queue.lease,

@@ -42,8 +42,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.database.sender import AfterTick
-from outbox.broker.groups import lives, neighbours, registration
-from outbox.broker.groups.rebalance import Strategy, by_name
+from outbox.broker.groups import lives, members, registration
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.schema import install
 from outbox.broker.schema.refusals import naming
@@ -181,7 +180,6 @@ class ConsumerSession:
         invoker: Invoker,
         codecs: Codecs,
         lease_seconds: float,
-        strategy: Strategy | Collection[int],
         note: FailureNote,
         session_task: SessionTask | None = None,
         noted_in: RunningCalls | None = None,
@@ -222,7 +220,6 @@ class ConsumerSession:
             groups,
             self._ownership,
             lease_seconds=lease_seconds,
-            strategy=strategy,
             report=lambda: self.dispatcher.report(),
         )
         self.running_calls = noted_in or _running_calls(instance, groups)
@@ -457,10 +454,9 @@ class ConsumerRuntime:
     """Consumes messages for its subscriptions. Raises a UsageError for an invalid subscription.
 
     This class implements outbox.ports.Consumers. If this process crashes or freezes, other processes take over its
-    queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
-    consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is work that `run` does
-    besides consuming (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a
-    transaction (outbox.broker.consumer.shared_calls). The subscriptions share `threads` handler threads
+    queues after `lease_seconds`. `session_task` is work that `run` does besides consuming (outbox.broker.leading). With
+    `share`, up to `sharing_calls` calls of a subscription may share a transaction
+    (outbox.broker.consumer.shared_calls). The subscriptions share `threads` handler threads
     (outbox.broker.consumer.worker_pool); None: each has its own. `claim` calls the handlers with effects="outside"; a
     draining process waits `claims_seconds` for these handlers.
     """
@@ -473,7 +469,6 @@ class ConsumerRuntime:
         invoker: Invoker = call_handler,
         codecs: Codecs | None = None,
         lease_seconds: float = 10.0,
-        strategy: str | Strategy = "averagely",
         session_task: SessionTask | None = None,
         share: SharingInvoker | None = None,
         sharing_calls: int = 1,
@@ -489,7 +484,6 @@ class ConsumerRuntime:
         self._invoker = invoker
         self._codecs = codecs or Codecs()
         self._lease_seconds = lease_seconds
-        self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
         self._session_task = session_task
         self._share = share
         self._claim = claim
@@ -593,7 +587,6 @@ class ConsumerRuntime:
                 invoker=self._invoker,
                 codecs=self._codecs,
                 lease_seconds=self._lease_seconds,
-                strategy=self._strategy,
                 session_task=session_task,
                 note=self._note,
                 noted_in=noted_in,
@@ -606,7 +599,7 @@ class ConsumerRuntime:
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
         install.check_schema(run.connection, run.schema)
-        neighbours.release_the_ended(run)
+        members.release_the_ended(run)
         found: dict[str, ConsumingGroup] = {}
         for subscription, handler in self._subscriptions:
             ids = registration.register(run, subscription, instance=instance)

@@ -1,4 +1,4 @@
-"""The live members and the queues of a consumer group, and the outages of its members.
+"""The live members and the queues of a consumer group, the outages of its members, and what dead members still hold.
 
 Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
 subscription pauses, and the member records an outage.
@@ -9,6 +9,7 @@ See decision 232.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,12 @@ from outbox import hooks
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups import leases
 from outbox.broker.groups.leases import QueueKey
 from outbox.broker.groups.offsets import newest_offset
-from outbox.utils.process_identity import process_identity
+from outbox.utils.process_identity import has_ended, process_identity
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +158,14 @@ DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s
 """)
 
 
-def leave(run: Executor, instance: UUID) -> None:
+def leave_groups(run: Executor, instance: UUID) -> None:
     """Remove this instance from its groups, so that the other members acquire its queues at once.
 
     The function also removes the outages of this instance, and those that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     for rows in hooks.subscription_rows.values():
-        hooks.resolved(rows.left)(run, instance)
+        hooks.resolved(rows.process_ended)(run, instance)
     run.execute(_LEAVE, {"instance": instance})
 
 
@@ -176,6 +180,27 @@ def forget_the_dead(run: Executor) -> None:
     run.execute(_FORGET)
     for rows in hooks.subscription_rows.values():
         hooks.resolved(rows.expired)(run)
+
+
+_OF_THIS_MACHINE = Statement("""
+SELECT DISTINCT instance_id, pid, process FROM {schema}.consumer
+WHERE host = %(host)s AND process <> '' AND expires_at > clock_timestamp()
+""")
+
+
+def release_the_ended(run: Executor) -> None:
+    """Let the ended processes of this machine leave their groups, when another one starts.
+
+    After `kill -9` of a whole worker, no supervisor is left that would release the leases of its processes, and without
+    this function their queues would stand still until the leases expire. Their messages go into quarantine only if a
+    supervisor has seen the process die: this function does not know why a process has ended.
+    """
+    for instance, pid, process in run.rows(_OF_THIS_MACHINE, {"host": socket.gethostname()}):
+        if has_ended(process):
+            logger.warning("process %d has ended without its worker: its queues are free again", pid)
+            with run.connection.transaction():
+                leases.release_all(run, instance)
+                leave_groups(run, instance)
 
 
 _REPORT_OUTAGE = Statement("""
@@ -221,8 +246,8 @@ def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
     return {state.group_id: state for state in states}
 
 
-# The members consume the queues of one layout of a topic at a time (column `generation`). The members consume the
-# queues of a newer layout when the group has consumed all queues of the older layouts.
+# The members consume the queues of one layout of a topic at a time. They consume the queues of a newer layout when the
+# group has consumed all queues of the older layouts.
 _SHARED: Final = (
     """
 WITH wanted AS (
@@ -231,7 +256,7 @@ WITH wanted AS (
     UNION ALL
     SELECT t.retry_of, t.topic_id, NULL FROM {schema}.topic t WHERE t.retry_of = ANY(%(group_ids)s::integer[])
 ), candidate AS (
-    SELECT w.group_id, w.name, q.queue_id, q.topic_id, q.generation, q.number,
+    SELECT w.group_id, w.name, q.queue_id, q.topic_id, q.layout, q.number,
            q.closed_at IS NOT NULL AND coalesce(position.next_offset, 0) >= q.closed_at AS consumed
     FROM wanted w
     JOIN {schema}.queue q USING (topic_id)
@@ -239,12 +264,12 @@ WITH wanted AS (
     + newest_offset("w.group_id", "q.queue_id", only="q.closed_at IS NOT NULL")
     + """ AS position ON true
 ), turn AS (
-    SELECT group_id, topic_id, min(generation) AS generation FROM candidate WHERE NOT consumed GROUP BY 1, 2
+    SELECT group_id, topic_id, min(layout) AS layout FROM candidate WHERE NOT consumed GROUP BY 1, 2
 )
 SELECT c.group_id, c.queue_id, c.name AS topic, c.number, l.owner, coalesce(l.epoch, 0) AS epoch,
        coalesce(l.expires_at < clock_timestamp(), true) AS expired, l.stopped, retried.name AS retried_topic
 FROM candidate c
-JOIN turn USING (group_id, topic_id, generation)
+JOIN turn USING (group_id, topic_id, layout)
 LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
 LEFT JOIN {schema}.topic retried ON c.name IS NULL AND retried.topic_id = c.number
 WHERE NOT c.consumed

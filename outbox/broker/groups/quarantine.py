@@ -116,7 +116,7 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
             }
             run.execute(_QUARANTINE, parameters)
         leases.release_all(run, instance)
-        members.leave(run, instance)
+        members.leave_groups(run, instance)
 
 
 _OF_GROUPS = Statement("""

@@ -65,7 +65,7 @@ SELECT count(*) FROM held
 """)
 
 
-def leave(
+def leave_queue(
     run: Executor,
     owner: UUID,
     lease: Lease,

@@ -145,7 +145,7 @@ ON CONFLICT (name) DO NOTHING
 _ADD_RETRY_QUEUE = Statement("""
 INSERT INTO {schema}.queue (topic_id, number)
 SELECT topic_id, %(of_topic)s FROM {schema}.topic WHERE retry_of = %(group_id)s
-ON CONFLICT (topic_id, generation, number) DO NOTHING
+ON CONFLICT (topic_id, layout, number) DO NOTHING
 RETURNING queue_id
 """)
 _FIND_RETRY_QUEUE = Statement("""

@@ -36,25 +36,25 @@ ON CONFLICT (name) DO UPDATE SET
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
     backlog_limit = excluded.backlog_limit, space_limit_bytes = excluded.space_limit_bytes,
     on_limit = excluded.on_limit, searchable = excluded.searchable,
-    generation = known.generation + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
+    layout = known.layout + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
 WHERE known.deleted_at IS NOT NULL
    OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count,
        known.backlog_limit, known.space_limit_bytes, known.on_limit, known.searchable)
    IS DISTINCT FROM
       (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count,
        excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit, excluded.searchable)
-RETURNING topic_id, generation, queue_count
+RETURNING topic_id, layout, queue_count
 """)
 
 _ADD_QUEUES = Statement("""
-INSERT INTO {schema}.queue (topic_id, generation, number)
-SELECT %(topic_id)s, %(generation)s, number FROM generate_series(0, %(queue_count)s - 1) AS number
+INSERT INTO {schema}.queue (topic_id, layout, number)
+SELECT %(topic_id)s, %(layout)s, number FROM generate_series(0, %(queue_count)s - 1) AS number
 ON CONFLICT DO NOTHING
 """)
 
 _CLOSE_OLDER_QUEUES = Statement("""
 UPDATE {schema}.queue SET closing = true
-WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS NULL
+WHERE topic_id = %(topic_id)s AND layout < %(layout)s AND closed_at IS NULL
 """)
 
 # Every declared topic, a `TopicRow` each.
@@ -140,7 +140,7 @@ def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
         for topic in sorted(topics, key=lambda topic: topic.name):
             row = run.row(_DECLARE, _columns(topic))
             if row is not None:
-                queues = dict(zip(("topic_id", "generation", "queue_count"), row, strict=True))
+                queues = dict(zip(("topic_id", "layout", "queue_count"), row, strict=True))
                 run.execute(_ADD_QUEUES, queues)
                 run.execute(_CLOSE_OLDER_QUEUES, queues)
 

@@ -243,7 +243,7 @@ JOIN {schema}.queue USING (queue_id)
 JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.commit_log log USING (log_id)
 WHERE topic.name = %(topic)s
-ORDER BY queue.generation, queue.number, entry.queue_offset
+ORDER BY queue.layout, queue.number, entry.queue_offset
 """)
 
 _EMPTY = Statement("""
@@ -260,7 +260,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
 _OF_PARTS = Statement("""
 SELECT relname::text FROM pg_class
 WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p')
-  AND relname = ANY (SELECT unnest(objects) FROM {schema}.part)
+  AND relname = ANY (SELECT unnest(objects) FROM {schema}.schema_version WHERE name <> 'core')
 """)
 
 # The tables of the version numbers and of the broker's identity stay unchanged. The statement replaces all ticks by one

@@ -31,8 +31,8 @@ class QueueProgress:
     """The progress of a group on one queue.
 
     The position of the group is `next_offset`, and the end of the queue is `head`. A retry queue's topic is
-    `%RETRY%group/topic`. `layout` is the generation of the topic's queues. A change of the queue count starts a new
-    generation. `floor` is the oldest offset that the broker still has; unconsumed entries below it are `expired`.
+    `%RETRY%group/topic`. A change of the queue count starts a new `layout` of the
+    topic's queues. `floor` is the oldest offset that the broker still has; unconsumed entries below it are `expired`.
 
     `lag` counts the entries from the position to the end of the queue, including the entries in running handlers.
     `oldest_at` is the time from which the entry at the position could be consumed. `queued` and the fields after
@@ -123,7 +123,7 @@ place AS (
 ), pair AS (
     SELECT place.group_id, place.topic_id, place.mode, place.is_retry, consumer_group.name AS group,
            topic.name || coalesce('/' || retried.name, '') AS topic, consumer_group.paused,
-           queue.generation AS layout, queue.number, queue.queue_id, queue.floor, ends.head,
+           queue.layout, queue.number, queue.queue_id, queue.floor, ends.head,
            coalesce(newest.next_offset, 0) AS next_offset,
            greatest(coalesce(newest.next_offset, 0), queue.floor) AS first,
            ends.head - coalesce(newest.start_offset + newest.moved, 0) AS queued,

@@ -578,7 +578,7 @@ def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
 # An overview of the broker: the leader, and the summary's numbers per topic and group.
 
 _BROKER: Final = Statement("""
-SELECT broker_id::text, incarnation, (SELECT max(version) FROM {schema}.schema_version),
+SELECT broker_id::text, incarnation, (SELECT version FROM {schema}.schema_version WHERE name = 'core'),
        (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
        tick_id, extract(epoch FROM clock_timestamp() - at)::double precision,
        (SELECT count(DISTINCT instance_id) FROM {schema}.consumer WHERE expires_at > clock_timestamp())

@@ -28,28 +28,20 @@ CREATE TABLE broker (
     created_at           timestamptz NOT NULL DEFAULT now()
 );
 
--- One row.
+-- The versions of the tables: one row for those of the core ('core'), and one for those of each part (outbox/hooks.py,
+-- add_schema). Each service installs the parts that it uses, so code must expect parts here that it lacks.
 CREATE TABLE schema_version (
-    -- 1 for this file, then the number of the last file of changes/ that was applied. Code needs the version that it
+    name         text        PRIMARY KEY,
+    -- 1 for current.sql, then the number of the last file of changes/ that was applied. Code needs the version that it
     -- comes with, and accepts later ones.
-    version      integer     PRIMARY KEY,
+    version      integer     NOT NULL,
     applied_at   timestamptz NOT NULL DEFAULT now(),
     -- The lowest version of code that works with these tables; earlier code refuses them. Only a change that breaks the
     -- code of the release before raises it.
-    minimum_code integer     NOT NULL DEFAULT 1
-);
-
--- The parts that have tables here (outbox/hooks.py, add_schema). Each service installs the parts that it uses, so code
--- must expect parts here that it lacks.
-CREATE TABLE part (
-    name         text        PRIMARY KEY,
-    -- As in schema_version, for the files and the code of the part.
-    version      integer     NOT NULL,
-    applied_at   timestamptz NOT NULL DEFAULT now(),
     minimum_code integer     NOT NULL DEFAULT 1,
     -- The leader does work of the part, so a process that lacks the part leads only while no process with it does.
     leads        boolean     NOT NULL,
-    -- The names of the tables, views and functions that its files have created.
+    -- The names of the tables, views, sequences and functions that the files have created.
     objects      text[]      NOT NULL DEFAULT '{}'
 );
 
@@ -74,7 +66,7 @@ CREATE TABLE topic (
     message_types     text[]      NOT NULL,
     queue_count       integer     NOT NULL CHECK (queue_count BETWEEN 1 AND 1024),
     -- The layout of the queues that new messages go to; a change of the queue count starts the next layout.
-    generation        integer     NOT NULL DEFAULT 1,
+    layout            integer     NOT NULL DEFAULT 1,
     -- FIFO only: publish takes a lock per key, so that log order is the order of local commits.
     key_lock          boolean     NOT NULL DEFAULT true,
     -- FIFO only: whether a parked transaction keeps its key held ('hold') or lets it continue ('release').
@@ -103,7 +95,7 @@ CREATE INDEX topic_fifo ON topic (topic_id) WHERE 'FIFO' = ANY (message_types);
 CREATE TABLE queue (
     queue_id   integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id   integer NOT NULL REFERENCES topic,
-    generation integer NOT NULL DEFAULT 1,
+    layout     integer NOT NULL DEFAULT 1,
     number     integer NOT NULL,
     -- The final head; the leader stores it once an older layout gets no more messages.
     closed_at  bigint,
@@ -111,7 +103,7 @@ CREATE TABLE queue (
     closing    boolean NOT NULL DEFAULT false,
     -- Retention has removed the offsets below.
     floor      bigint  NOT NULL DEFAULT 0,
-    UNIQUE (topic_id, generation, number)
+    UNIQUE (topic_id, layout, number)
 );
 COMMENT ON COLUMN queue.number IS
     'In a retry topic (retry_of): the id of the topic whose failed messages the queue carries';
@@ -693,7 +685,7 @@ LEFT JOIN held h ON h.log_id = l.log_id
 LEFT JOIN recalled r ON r.log_id = l.log_id;
 
 CREATE VIEW queue_entry_v1 AS
-SELECT q.queue_id, t.name AS topic, q.generation, q.number, e.queue_offset, e.log_id, e.attempt,
+SELECT q.queue_id, t.name AS topic, q.layout, q.number, e.queue_offset, e.log_id, e.attempt,
        g.name AS retry_group
 FROM consume_queue e
 JOIN queue q USING (queue_id)

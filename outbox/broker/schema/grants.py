@@ -65,7 +65,6 @@ _NOT_OF_WORKERS: Final = ("publish", "publish_bytes", *_INNER)
 _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "broker": {"SELECT": ()},
     "schema_version": {"SELECT": ()},
-    "part": {"SELECT": ()},
     "topic": {"SELECT": ()},
     "publisher": {"SELECT": ()},
     # The last statement of a block reads its own decision again.
@@ -74,7 +73,7 @@ _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "incident": {"INSERT": ("kind", "subject", "detail"), "SELECT": ("incident_id",)},
 }
 # Only the owner changes these: what a worker could change here, it would be allowed afterwards.
-_READ_ONLY: Final = ("publisher", "schema_version", "part")
+_READ_ONLY: Final = ("publisher", "schema_version")
 _WRITES: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 _OBJECTS: Final = Statement("""

@@ -11,7 +11,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -48,20 +48,21 @@ def _numbered(folder: Traversable) -> dict[int, Traversable]:
 
 _CHANGES: Final = _numbered(_FOLDER.joinpath("changes"))
 SCHEMA_VERSION: Final = max(_CHANGES, default=1)
+# The name of the core in the table schema_version.
+CORE: Final = "core"
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The SQL files of the core (`part` is empty) or of a part, and the version to which they bring its tables."""
+    """The SQL files of the core or of a part, and the version to which they bring its tables."""
 
-    part: str
+    name: str
     folder: Traversable
     changes: Mapping[int, Traversable]
     version: int
 
-
-def _of_core() -> _Files:
-    return _Files("", _FOLDER, _CHANGES, SCHEMA_VERSION)
+    def __str__(self) -> str:
+        return "the broker's tables" if self.name == CORE else f"the tables of the part {self.name!r}"
 
 
 @cache
@@ -71,8 +72,10 @@ def _of_part(part: str, package: str) -> _Files:
     return _Files(part, folder, changes, max(changes, default=1))
 
 
-def _of_parts() -> list[_Files]:
-    return [_of_part(part, package) for part, package in hooks.schemas.items()]
+def _files() -> list[_Files]:
+    """Return the files of the core, then those of the installed parts."""
+    core = _Files(CORE, _FOLDER, _CHANGES, SCHEMA_VERSION)
+    return [core, *(_of_part(part, package) for part, package in hooks.schemas.items())]
 
 
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
@@ -98,12 +101,6 @@ _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The statement also works on tables from before the first release, which have no column `minimum_code`.
-_VERSION = Statement("""
-SELECT coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0) AS version,
-       max((to_jsonb(known) ->> 'minimum_code')::integer) AS minimum_code
-FROM {schema}.schema_version known
-""")
 _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
 _SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
 _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
@@ -111,31 +108,27 @@ _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
 # A function may call another function that is created after it.
 _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
 _FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
-_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (%(version)s)")
-_RECORD = Statement("UPDATE {schema}.schema_version SET version = %(version)s, applied_at = now()")
-_PARTS = Statement("SELECT name, version, minimum_code FROM {schema}.part WHERE name = ANY (%(names)s::text[])")
+_VERSIONS = Statement("SELECT name, version, minimum_code FROM {schema}.schema_version")
 _OBJECTS = Statement("""
 SELECT relname::text FROM pg_class
 WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
 UNION
 SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
 """)
-_RECORD_PART = Statement("""
-INSERT INTO {schema}.part (name, version, leads) VALUES (%(part)s, %(version)s, %(leads)s)
-ON CONFLICT (name) DO UPDATE SET version = excluded.version, leads = excluded.leads, applied_at = now()
-""")
-_RECORD_OBJECTS = Statement("""
-UPDATE {schema}.part SET objects = ARRAY(SELECT unnest(objects) UNION SELECT unnest(%(names)s::text[]) ORDER BY 1)
-WHERE name = %(part)s
+_RECORD = Statement("""
+INSERT INTO {schema}.schema_version AS known (name, version, leads, objects)
+VALUES (%(name)s, %(version)s, %(leads)s, %(objects)s::text[])
+ON CONFLICT (name) DO UPDATE SET version = excluded.version, leads = excluded.leads, applied_at = now(),
+    objects = ARRAY(SELECT unnest(known.objects) UNION SELECT unnest(excluded.objects) ORDER BY 1)
 """)
 
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """Two numbers from the installed tables.
+    """Two numbers from the installed tables of the core or of a part.
 
     `version`: 1 for current.sql, then the number of the last applied change; 0 if the tables are missing.
-    `minimum_code`: the lowest SCHEMA_VERSION of code that may use the tables.
+    `minimum_code`: the lowest version of code that may use the tables.
     """
 
     version: int
@@ -168,9 +161,9 @@ def install(
     transaction, so it locks few tables, and only for a short time. The next call finishes an interrupted upgrade.
     `report` receives the sessions that block the upgrade.
 
-    Raises SchemaError when this code is too old for the tables, or the tables are from before the first release. Also
-    raises SchemaError when all attempts of a change to lock its tables have failed for `patience_seconds`, because
-    other transactions used the tables. Raises ConfigurationError when the server is too old.
+    Raises SchemaError when this code is too old for the tables, and when all attempts of a change to lock its tables
+    have failed for `patience_seconds`, because other transactions used the tables. Raises ConfigurationError when the
+    server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -179,7 +172,7 @@ def install(
         run, lambda: _plan_next(run), what="upgraded", patience_seconds=patience_seconds, report=report
     ):
         pass
-    return _installed(run).version
+    return installed_version(connection, schema)
 
 
 def change_tables(
@@ -280,41 +273,30 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
     )
 
 
-def create(run: Executor) -> None:
-    """Create the core's tables and functions in their newest version, in a new schema if there is none."""
-    run.execute(_CREATE_SCHEMA)
-    _execute(run, _FOLDER.joinpath("current.sql"))
-    _create_functions(run, _of_core())
-    run.execute(_RECORD_FIRST, {"version": SCHEMA_VERSION})
-    grants.renew(run)
-    logger.info("broker tables in schema %r are created at version %d", run.schema, SCHEMA_VERSION)
+def apply(run: Executor, files: _Files, version: int, sql_file: Traversable) -> None:
+    """Execute the file that brings the tables of the core or of a part to this version, and record what it has created.
 
-
-def apply(run: Executor, version: int) -> None:
-    """Apply the change of the core with this number. The last change also brings all functions up to date.
-
-    Until the last change is applied, the functions stay as the previous release created them, so that its code can call
-    them.
+    The last file also brings all functions up to date. Until then, the functions stay as the previous release created
+    them, so that its code can call them.
     """
-    _execute(run, _CHANGES[version])
-    if version == SCHEMA_VERSION:
-        _create_functions(run, _of_core())
-    run.execute(_RECORD, {"version": version})
-    grants.renew(run)
-    logger.info("broker tables in schema %r are now at version %d", run.schema, version)
-
-
-def _apply_part(run: Executor, files: _Files, version: int, sql_file: Traversable) -> None:
-    """Execute the file that brings the tables of a part to this version, and record what it has created."""
     before = objects(run)
-    # The row comes first, because the file may raise its minimum_code.
-    run.execute(_RECORD_PART, {"part": files.part, "version": version, "leads": files.part in hooks.leader_work})
+    if "schema_version" in before:
+        # The row comes first, because the file may raise its minimum_code.
+        _record(run, files, version, ())
+    else:
+        run.execute(_CREATE_SCHEMA)
     _execute(run, sql_file)
     if version == files.version:
         _create_functions(run, files)
-    run.execute(_RECORD_OBJECTS, {"part": files.part, "names": arrays.texts(sorted(objects(run) - before))})
+    _record(run, files, version, objects(run) - before)
     grants.renew(run)
-    logger.info("the tables of part %r in schema %r are now at version %d", files.part, run.schema, version)
+    logger.info("%s in schema %r are now at version %d", files, run.schema, version)
+
+
+def _record(run: Executor, files: _Files, version: int, created: Collection[str]) -> None:
+    leads = files.name in hooks.leader_work
+    values = {"name": files.name, "version": version, "leads": leads, "objects": arrays.texts(sorted(created))}
+    run.execute(_RECORD, values)
 
 
 def objects(run: Executor) -> set[str]:
@@ -332,58 +314,41 @@ def locked_tables(sql_file: Traversable) -> list[str]:
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """Return the version of the tables; 0 if they are missing.
-
-    The version may be later than SCHEMA_VERSION. Raises SchemaError when the tables are from before the first release.
-    """
-    return _installed(Executor(connection, schema)).version
+    """Return the version of the core's tables; 0 if they are missing. It may be later than SCHEMA_VERSION."""
+    return _installed(Executor(connection, schema)).get(CORE, _MISSING).version
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
     """Return the version of the core's tables: the version of this code, or a later version that this code can use.
 
     Raises SchemaError when the tables of the core or of an installed part are missing, lack a change that this code
-    needs, or are too new for this code, and when they are from before the first release. Tables of parts that this
-    process lacks do not matter. Raises ConfigurationError when the server is too old.
+    needs, or are too new for this code. Tables of parts that this process lacks do not matter. Raises
+    ConfigurationError when the server is too old.
     """
     check_server(connection.info.server_version)
-    installed = _installed(Executor(connection, schema))
-    if installed.version == 0:
+    known = _installed(Executor(connection, schema))
+    core = known.get(CORE, _MISSING)
+    if core.version == 0:
         raise missing(schema)
-    if installed.minimum_code > SCHEMA_VERSION:
-        raise _too_new(schema, installed)
-    if installed.version < SCHEMA_VERSION:
-        raise SchemaError(
-            f"the broker's tables in schema {schema!r} have version {installed.version}, but this code needs "
-            f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
-            f"outbox.broker.schema.install.install). Code of the previous version keeps working on the upgraded tables."
-        )
-    _check_parts(Executor(connection, schema))
-    return installed.version
-
-
-def _check_parts(run: Executor) -> None:
-    if not hooks.schemas:
-        return
-    known = _installed_parts(run)
-    for files in _of_parts():
-        installed = known.get(files.part, _NONE)
-        if installed.minimum_code > files.version:
-            raise _part_too_new(run.schema, files, installed)
+    for files in _files():
+        installed = known.get(files.name, _MISSING)
+        _refuse_newer(schema, files, installed)
         if installed.version < files.version:
             have = f"have version {installed.version}" if installed.version else "are missing"
             raise SchemaError(
-                f"the tables of the part {files.part!r} {have} in the broker's schema {run.schema!r}, but this code "
-                f"needs version {files.version} of them: run `manage.py migrate --database=ALIAS` with the alias of "
-                f"the broker (outside Django: outbox.broker.schema.install.install). Code without the part, and of its "
-                f"previous version, keeps working on the new tables."
+                f"{files} {have} in the broker's schema {schema!r}, but this code needs version {files.version} of "
+                f"them: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
+                f"outbox.broker.schema.install.install). Code of the previous version, and without the part, keeps "
+                f"working on the new tables."
             )
+    return core.version
 
 
 def missing_parts(connection: Connection, schema: str = "outbox") -> list[str]:
     """Return the installed parts for whose tables `install` would change something."""
-    known = _installed_parts(Executor(connection, schema))
-    return [files.part for files in _of_parts() if known.get(files.part, _NONE).version < files.version]
+    known = _installed(Executor(connection, schema))
+    _, *parts = _files()
+    return [files.name for files in parts if known.get(files.name, _MISSING).version < files.version]
 
 
 def check_server(server_version: int) -> None:
@@ -404,72 +369,43 @@ def missing(schema: str) -> SchemaError:
     )
 
 
-def _too_new(schema: str, installed: _Installed) -> SchemaError:
-    return SchemaError(
-        f"the broker's tables in schema {schema!r} have version {installed.version} and need code of at least version "
-        f"{installed.minimum_code}, which is newer than this code ({SCHEMA_VERSION}): upgrade the package."
-    )
-
-
-def _installed(run: Executor) -> _Installed:
-    [exists] = run.one(_EXISTS, {"table": f"{run.schema}.schema_version"})
-    if not exists:
-        return _Installed(version=0, minimum_code=0)
-    version, minimum_code = run.one(_VERSION)
-    if version > 0 and minimum_code is None:
+def _refuse_newer(schema: str, files: _Files, installed: _Installed) -> None:
+    if installed.minimum_code > files.version:
         raise SchemaError(
-            f"the broker's tables in schema {run.schema!r} are from before the first release (change {version}), and "
-            f"no upgrade begins there. Let the code that made them deliver the messages in them. Then drop them with "
-            f"DROP SCHEMA {run.schema} CASCADE, and install anew: `manage.py migrate --database=ALIAS` with the alias "
-            f"of the broker."
+            f"{files} in the broker's schema {schema!r} have version {installed.version} and need code of at least "
+            f"version {installed.minimum_code}, which is newer than this code ({files.version}): upgrade the package."
         )
-    return _Installed(version=version, minimum_code=minimum_code or 0)
 
 
-_NONE: Final = _Installed(version=0, minimum_code=0)
+_MISSING: Final = _Installed(version=0, minimum_code=0)
 
 
-def _installed_parts(run: Executor) -> dict[str, _Installed]:
-    rows = run.rows(_PARTS, {"names": arrays.texts(list(hooks.schemas))})
+def _installed(run: Executor) -> dict[str, _Installed]:
+    """Return the installed tables by the names of the core and of all parts."""
+    [exists] = run.one(_EXISTS, {"table": f"{run.schema}.schema_version"})
+    rows = run.rows(_VERSIONS) if exists else ()
     return {name: _Installed(version, minimum_code) for name, version, minimum_code in rows}
-
-
-def _part_too_new(schema: str, files: _Files, installed: _Installed) -> SchemaError:
-    return SchemaError(
-        f"the tables of the part {files.part!r} in the broker's schema {schema!r} have version {installed.version} and "
-        f"need its code of at least version {installed.minimum_code}, which is newer than this code ({files.version}): "
-        f"upgrade the package that has the part."
-    )
 
 
 def _plan_next(run: Executor) -> Planned[bool]:
     """Plan the first missing change. The plan's function `change` applies this change; False: no change is missing."""
-    installed = _installed(run)
-    if installed.minimum_code > SCHEMA_VERSION:
-        raise _too_new(run.schema, installed)
-    if installed.version == 0:
-        return Planned((), _changes(lambda: create(run)))
-    if installed.version < SCHEMA_VERSION:
-        version = min(number for number in _CHANGES if number > installed.version)
-        return Planned(locked_tables(_CHANGES[version]), _changes(lambda: apply(run, version)))
-    known = _installed_parts(run) if hooks.schemas else {}
-    for files in _of_parts():
-        of_part = known.get(files.part, _NONE)
-        if of_part.minimum_code > files.version:
-            raise _part_too_new(run.schema, files, of_part)
-        if of_part.version < files.version:
-            return _plan_part(run, files, of_part.version)
+    known = _installed(run)
+    for files in _files():
+        installed = known.get(files.name, _MISSING)
+        _refuse_newer(run.schema, files, installed)
+        if installed.version < files.version:
+            return _plan(run, files, installed.version)
     return Planned((), lambda: False)
 
 
-def _plan_part(run: Executor, files: _Files, reached: int) -> Planned[bool]:
+def _plan(run: Executor, files: _Files, reached: int) -> Planned[bool]:
     if reached:
         version = min(number for number in files.changes if number > reached)
         sql_file = files.changes[version]
     else:
         version, sql_file = files.version, files.folder.joinpath("current.sql")
     # A new table may refer to one of the core, which locks that one.
-    return Planned(locked_tables(sql_file), _changes(lambda: _apply_part(run, files, version, sql_file)))
+    return Planned(locked_tables(sql_file), _changes(lambda: apply(run, files, version, sql_file)))
 
 
 def _changes(change: Callable[[], None]) -> Callable[[], bool]:
@@ -488,7 +424,7 @@ def _create_functions(run: Executor, files: _Files) -> None:
     run.execute(_UNCHECKED_BODIES)
     _execute(run, *sorted(folder.iterdir(), key=lambda file: file.name))
     # A function of earlier tables keeps its present rights, because an operator may have granted more.
-    for name in [] if files.part else sorted(set(grants.GRANTED_ONLY) - before):
+    for name in sorted(set(grants.GRANTED_ONLY) - before) if files.name == CORE else ():
         function = sql.Identifier(run.schema, name)
         run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
 

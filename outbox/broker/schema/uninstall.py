@@ -1,16 +1,14 @@
 """Remove the broker's tables or those of one part, and nothing else.
 
-`DROP SCHEMA ... CASCADE` would drop foreign objects too, and the schema may be `public`. A list of names would need an
-edit with each change of the tables. So the names are read from a second schema, which is installed from the same files
-and rolled back. The names of the parts' tables are in the table `part`, because another service may have installed
-parts that this process lacks. A schema that holds anything else stays as it is.
+`DROP SCHEMA ... CASCADE` would drop foreign objects too, and the schema may be `public`. So each installation records
+the names of what it creates (table `schema_version`), also for parts that this process lacks. A schema that holds
+anything else stays as it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final
 
 from outbox import hooks
 from outbox.broker.database import arrays
@@ -18,22 +16,19 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.schema.install import (
+    CORE,
     DEFAULT_PATIENCE_SECONDS,
     Planned,
     change_tables,
     check_schema,
-    create,
     objects,
 )
 from outbox.errors import SchemaError, UsageError
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH: Final = "outbox_uninstall_scratch"
-
-_CREATE_SCHEMA = Statement("CREATE SCHEMA {schema}")
 _DROP = Statement("DROP SCHEMA {schema} CASCADE")
-_NAMES_OF_PARTS = Statement("SELECT DISTINCT unnest(objects) FROM {schema}.part")
+_NAMES = Statement("SELECT DISTINCT unnest(objects) FROM {schema}.schema_version")
 _TABLES = Statement("""
 SELECT relname::text FROM pg_class
 WHERE relnamespace = to_regnamespace(%(name)s) AND relkind IN ('r', 'p')
@@ -57,18 +52,12 @@ def uninstall(
     """
     run = Executor(connection, schema)
 
-    own: set[str] = set()
-
     def drop() -> None:
         run.execute(_DROP)
 
     def plan() -> Planned[None]:
         check_schema(connection, schema)
-        # Read the names once for all attempts, because reading them takes a hundred times as long as all other steps of
-        # an attempt.
-        own.update(own or _names_of_a_fresh_one(connection))
-        own.update(name for (name,) in run.rows(_NAMES_OF_PARTS))
-        foreign = sorted(objects(run) - own)
+        foreign = sorted(objects(run) - {name for (name,) in run.rows(_NAMES)})
         if foreign:
             raise SchemaError(
                 f"the schema {schema!r} also has objects that are not part of the broker ("
@@ -81,19 +70,10 @@ def uninstall(
     change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
 
 
-def _names_of_a_fresh_one(connection: Connection) -> set[str]:
-    """Install the tables in a scratch schema, list their names, and roll back."""
-    scratch = Executor(connection, _SCRATCH)
-    with connection.transaction(force_rollback=True):
-        scratch.execute(_CREATE_SCHEMA)
-        create(scratch)
-        return objects(scratch)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One part.
 
-_RECORDED = Statement("SELECT objects FROM {schema}.part WHERE name = %(part)s")
+_RECORDED = Statement("SELECT objects FROM {schema}.schema_version WHERE name = %(part)s")
 _KINDS = Statement("""
 SELECT CASE WHEN relkind IN ('r', 'p') THEN 'TABLE' ELSE 'VIEW' END, relname::text, quote_ident(relname)
 FROM pg_class
@@ -103,7 +83,7 @@ SELECT 'FUNCTION', proname::text, quote_ident(proname) || '(' || pg_get_function
 FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s) AND proname = ANY (%(names)s::text[])
 ORDER BY 1, 3
 """)
-_FORGET = Statement("DELETE FROM {schema}.part WHERE name = %(part)s")
+_FORGET = Statement("DELETE FROM {schema}.schema_version WHERE name = %(part)s")
 
 
 def rows_of_part(connection: Connection, part: str, schema: str = "outbox") -> dict[str, int]:
@@ -154,7 +134,7 @@ def _objects_of_part(run: Executor, part: str) -> list[tuple[str, str, str]]:
             f"this project has the part {part!r}, so the next `migrate` would create its tables again. Nothing was "
             "dropped. First remove its app from INSTALLED_APPS, here and in each other service on this broker."
         )
-    recorded = run.row(_RECORDED, {"part": part})
+    recorded = None if part == CORE else run.row(_RECORDED, {"part": part})
     if recorded is None:
         raise UsageError(f"no part {part!r} has tables in schema {run.schema!r}. Nothing was dropped.")
     found = run.rows(_KINDS, {"schema": run.schema, "names": arrays.texts(recorded[0])})

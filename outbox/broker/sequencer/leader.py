@@ -28,7 +28,7 @@ SEQUENCER: Final = "sequencer"
 # A candidate that does not lead reads the lease with this statement before it tries to acquire the lease. So the
 # candidate writes nothing while another candidate leads.
 _LACKS: Final = """
-ARRAY(SELECT name FROM {schema}.part WHERE leads AND name <> ALL (%(parts)s::text[]) ORDER BY name)
+ARRAY(SELECT name FROM {schema}.schema_version WHERE leads AND name <> ALL (%(parts)s::text[]) ORDER BY name)
 """
 _REMAINING = Statement(f"""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s

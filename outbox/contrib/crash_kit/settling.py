@@ -19,7 +19,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.subscribers.registry import subscriptions
-from outbox.contrib.django.worker.drain import settle
+from outbox.contrib.django.worker.drain import queue_messages
 from outbox.errors import UsageError
 from outbox.ports import AnyHandler, Consumers
 from outbox.subscription import Subscription
@@ -77,10 +77,10 @@ def settle_everything(
     deadline = time.monotonic() + within_seconds
     turns = _consumers(groups, wrap, overlapping) if has_subscribers else []
     while True:
-        settle()
+        queue_messages()
         for consumers in turns:
             consumers.run_once()
-        left = get_engine().left()
+        left = get_engine().leftover_work()
         if not left.waiting:
             return
         if time.monotonic() > deadline:

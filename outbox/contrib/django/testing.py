@@ -46,7 +46,7 @@ from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
 from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
-from outbox.contrib.django.worker.drain import drain, settle
+from outbox.contrib.django.worker.drain import drain, queue_messages
 from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
@@ -169,7 +169,7 @@ class InMemoryOutbox(OutboxForTests):
 
     def saved(self) -> Callable[[], None]:
         """Return a function that brings back the present state: messages, positions and captured tasks."""
-        self.settle()
+        self.decide_ended()
         kept, handled, tasks = self.broker.copy(), list(self._handled), list(self._tasks)
 
         def bring_back() -> None:
@@ -181,21 +181,21 @@ class InMemoryOutbox(OutboxForTests):
         return bring_back
 
     def messages(self, topic: str) -> list[Message]:
-        self.settle()
+        self.decide_ended()
         return self.broker.visible(topic)
 
     def _drain_once(self) -> int:
-        self.settle()
+        self.decide_ended()
         # A test may have registered a subscriber since the broker began.
         self._subscribe(self.broker)
         return self.broker.drain()
 
-    def settle(self) -> None:
+    def decide_ended(self) -> None:
         """Decide each half message whose transaction has ended.
 
         The ledger row determines the decision, as in check-back.
         """
-        get_engine().settle()
+        get_engine().decide_ended()
 
 
 class BrokerOutbox(OutboxForTests):
@@ -233,13 +233,13 @@ class BrokerOutbox(OutboxForTests):
         reset_broker()
 
     def messages(self, topic: str) -> list[Message]:
-        settle()
+        queue_messages()
         with broker_connection() as (connection, schema):
             return deletion.visible(Executor(connection, schema), topic)
 
     def _drain_once(self) -> int:
         if not subscriptions(groups=self._groups):
-            settle()
+            queue_messages()
             return 0
         counts = drain(groups=self._groups, wrap=self._recording)
         return counts.handled + counts.failed

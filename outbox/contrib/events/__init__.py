@@ -30,7 +30,7 @@ hooks.add_result_report(Events, "outbox.contrib.events.waiting.UnknownVersions")
 hooks.add_subscription_rows(
     "events",
     deleted="outbox.contrib.events.waiting.forget",
-    left="outbox.contrib.events.waiting.forget_instance",
+    process_ended="outbox.contrib.events.waiting.forget_instance",
     expired="outbox.contrib.events.waiting.forget_the_dead",
 )
 hooks.add_conditions("outbox.contrib.events.conditions", of_broker=True)

@@ -28,7 +28,7 @@ hooks.add_subscription_rows(
     "limits",
     registered="outbox.contrib.limits.slots.declare_or_withdraw",
     deleted="outbox.contrib.limits.slots.forget",
-    left="outbox.contrib.limits.slots.release_all",
+    process_ended="outbox.contrib.limits.slots.release_all",
     expired="outbox.contrib.limits.slots.forget_the_dead",
 )
 hooks.add_waits("outbox.contrib.limits.operations.waits")

@@ -219,7 +219,7 @@ class RocketMQEngine(Engine):
         # All calls of `left` share one `Timers` instance.
         return Timers()
 
-    def left(self) -> LeftoverWork:
+    def leftover_work(self) -> LeftoverWork:
         settings = self.settings
         wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
         topics = sorted({*settings.topics, *(topic for _, topic in wanted)})

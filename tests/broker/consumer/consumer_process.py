@@ -98,7 +98,6 @@ def main() -> None:
         [(subscription, EffectHandler(invoker, options))],
         invoker=invoker,
         lease_seconds=options.get("lease_seconds", 1.5),
-        strategy=options.get("strategy", "averagely"),
         session_task=LeadingConsumer(database, settings=leads) if leads else None,
     ).run(stop)
 

@@ -9,7 +9,6 @@ from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import registration
-from outbox.broker.groups.rebalance import by_name
 from outbox.broker.operations import summary
 from outbox.subscription import Subscription
 from tests.broker.bench import ConsumptionBench
@@ -31,9 +30,7 @@ def test_a_beat_of_a_consumer_with_three_groups_is_one_statement(bench: Consumpt
         group.subscribe(subscription, lambda _: None, ids.topic_id)
         groups.append(group)
     ownership = Ownership(lambda: None)
-    coordinator = Coordinator(
-        bench.database, instance, groups, ownership, lease_seconds=LONG_SECONDS, strategy=by_name("averagely")
-    )
+    coordinator = Coordinator(bench.database, instance, groups, ownership, lease_seconds=LONG_SECONDS)
     for _ in range(6):
         # Then psycopg has prepared what is executed often.
         coordinator.run_once()

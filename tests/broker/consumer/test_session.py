@@ -36,7 +36,6 @@ def test_a_connection_on_which_listening_failed_is_closed(
             invoker=call_handler,
             codecs=Codecs(),
             lease_seconds=10,
-            strategy=(),
             note=FailureNote(database, ProcessPart.CONSUMING),
         )
     sessions = (

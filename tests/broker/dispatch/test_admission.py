@@ -75,8 +75,8 @@ def deleted(run: Executor, key: tuple[int, int]) -> None:
     called.append(("deleted", key))
 
 
-def left(run: Executor, instance: UUID) -> None:
-    called.append(("left", instance))
+def process_ended(run: Executor, instance: UUID) -> None:
+    called.append(("process_ended", instance))
 
 
 def expired(run: Executor) -> None:
@@ -86,7 +86,7 @@ def expired(run: Executor) -> None:
 @pytest.fixture(autouse=True)
 def part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hooks.admissions, After, f"{__name__}.Opening")
-    rows = {name: f"{__name__}.{name}" for name in ("registered", "deleted", "left", "expired")}
+    rows = {name: f"{__name__}.{name}" for name in ("registered", "deleted", "process_ended", "expired")}
     monkeypatch.setitem(hooks.subscription_rows, "after", hooks.SubscriptionRows(**rows))
     called.clear()
 
@@ -115,10 +115,10 @@ def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:
     found = register(bench.run, subscription)
     key = (found.group_id, found.topic_id)
     instance = uuid4()
-    members.leave(bench.run, instance)
+    members.leave_groups(bench.run, instance)
     members.forget_the_dead(bench.run)
     delete_group(bench.run, "g")
-    assert called == [("registered", key, 1), ("left", instance), ("expired",), ("deleted", key)]
+    assert called == [("registered", key, 1), ("process_ended", instance), ("expired",), ("deleted", key)]
 
 
 def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

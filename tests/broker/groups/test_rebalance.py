@@ -1,4 +1,4 @@
-"""Sharing queues: the strategies as pure functions, leases as rows."""
+"""Sharing queues: the assignment as pure functions, leases as rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from outbox.broker.groups import leases, offsets, rebalance
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.members import Member, QueueState
 from outbox.broker.groups.offsets import OffsetRow, Position
-from outbox.errors import ConfigurationError
 from tests.broker.bench import ConsumptionBench
 from tests.support import eventually
 
@@ -34,59 +32,27 @@ def retry_queue(topic: str, queue_id: int) -> QueueState:
     return QueueState(1, queue_id, None, 7, None, 0, True, None, topic)
 
 
-def shares(strategy: str, member_count: int, queue_count: int) -> list[set[tuple[int, int]]]:
-    chosen = rebalance.by_name(strategy)
+def shares(member_count: int, queue_count: int) -> list[set[tuple[int, int]]]:
     every = members(member_count)
-    return [rebalance.share(m.instance_id, chosen, every, queues(queue_count)) for m in every]
+    return [rebalance.share(m.instance_id, every, queues(queue_count)) for m in every]
 
 
-@given(
-    strategy=st.sampled_from(["averagely", "circle", "consistent_hash"]),
-    member_count=st.integers(1, 8),
-    queue_count=st.integers(0, 40),
-)
-def test_every_queue_goes_to_exactly_one_member(strategy: str, member_count: int, queue_count: int) -> None:
-    counted = Counter(key for share in shares(strategy, member_count, queue_count) for key in share)
-    assert counted == Counter({queue.key: 1 for queue in queues(queue_count)})
+@given(member_count=st.integers(1, 8), queue_count=st.integers(0, 40))
+def test_every_queue_goes_to_exactly_one_member(member_count: int, queue_count: int) -> None:
+    found = shares(member_count, queue_count)
+    assert Counter(key for share in found for key in share) == Counter(queue.key for queue in queues(queue_count))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-@pytest.mark.parametrize("strategy", ["averagely", "circle"])
-def test_even_strategies_differ_by_one_queue_at_most(strategy: str) -> None:
-    for member_count in range(1, 9):
-        sizes = [len(share) for share in shares(strategy, member_count, 11)]
-        assert max(sizes) - min(sizes) <= 1
-
-
-def test_averagely_gives_adjacent_queues_and_circle_takes_turns() -> None:
-    assert [sorted(q for _, q in share) for share in shares("averagely", 2, 5)] == [[0, 1, 2], [3, 4]]
-    assert [sorted(q for _, q in share) for share in shares("circle", 2, 5)] == [[0, 2, 4], [1, 3]]
-
-
-def test_consistent_hash_moves_only_what_the_newcomer_takes() -> None:
-    before, after = shares("consistent_hash", 4, 200), shares("consistent_hash", 5, 200)
-    for old, new in zip(before, after, strict=False):
-        assert new <= old
-    assert after[4] and len(after[4]) < 100
-
-
-def test_config_consumes_the_numbers_it_is_given() -> None:
-    chosen = rebalance.by_name("config:0,3")
-    both = [*queues(4), retry_queue("orders", 90)]
-    assert rebalance.share(INSTANCES[1], chosen, members(2), both) == {(1, 0), (1, 3)}
-    # The retry queue has no number of its own to configure: it is shared like anything else.
-    assert rebalance.share(INSTANCES[0], chosen, members(2), both) == {(1, 0), (1, 3), (1, 90)}
-
-
-def test_unknown_strategy_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="'fair' does not exist: use averagely"):
-        rebalance.by_name("fair")
+def test_members_get_adjacent_queues() -> None:
+    assert [sorted(q for _, q in share) for share in shares(2, 5)] == [[0, 1, 2], [3, 4]]
 
 
 def test_queues_go_to_members_that_subscribe_to_their_topic() -> None:
     mixed = [*members(1), Member(INSTANCES[1], frozenset({"orders", "bills"}))]
     every = [*queues(4), *queues(2, "bills", first=10), retry_queue("bills", 20)]
-    first = rebalance.share(INSTANCES[0], rebalance.averagely, mixed, every)
-    second = rebalance.share(INSTANCES[1], rebalance.averagely, mixed, every)
+    first = rebalance.share(INSTANCES[0], mixed, every)
+    second = rebalance.share(INSTANCES[1], mixed, every)
     assert first == {(1, 0), (1, 1)}
     assert second == {(1, 2), (1, 3), (1, 10), (1, 11), (1, 20)}
 

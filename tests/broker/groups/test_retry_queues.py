@@ -85,10 +85,7 @@ def test_a_retry_queue_goes_to_a_member_that_knows_its_topic() -> None:
 
     def shares(*members: Member) -> list[list[int]]:
         every = sorted(members, key=lambda member: member.instance_id)
-        return [
-            sorted(number for _, number in rebalance.share(member.instance_id, rebalance.averagely, every, queues))
-            for member in every
-        ]
+        return [sorted(number for _, number in rebalance.share(member.instance_id, every, queues)) for member in every]
 
     both = frozenset({"orders", "points"})
     assert shares(Member(a, frozenset({"orders"})), Member(b, frozenset({"points"}))) == [[1], [2]]

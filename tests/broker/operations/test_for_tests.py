@@ -8,7 +8,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import deletion
 
 # Their rows describe the process, and no message changes them; ticks continue to count.
-KEPT = {"broker", "part", "schema_version", "resync", "half_scan", "tick", "publisher"}
+KEPT = {"broker", "schema_version", "resync", "half_scan", "tick", "publisher"}
 
 
 def test_no_table_is_forgotten(broker_url: str) -> None:

@@ -278,7 +278,7 @@ def test_the_tables_of_a_part_are_for_workers_and_watchers(
             # A publisher sees whether the tables of its parts are there, and a worker records no part.
             assert check_schema(opened, "outbox") == SCHEMA_VERSION
     with session(granted.as_role(Role.WORK)) as opened, pytest.raises(psycopg.errors.InsufficientPrivilege):
-        opened.execute("UPDATE outbox.part SET leads = true")
+        opened.execute("UPDATE outbox.schema_version SET leads = true")
 
 
 @pytest.mark.parametrize("role", Role)

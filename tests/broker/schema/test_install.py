@@ -109,11 +109,11 @@ def test_a_change_locks_the_tables_that_it_declares(old_url: str) -> None:
     """For no older table does it take a lock that stops readers or writers and was not taken with all the others."""
     found = {}
     with psycopg.connect(old_url, autocommit=True) as connection:
-        run = Executor(connection, "outbox")
+        run, core = Executor(connection, "outbox"), schema_install._files()[0]
         for version in sorted(schema_install._CHANGES):
             with connection.transaction():
                 before = {name for (name,) in connection.execute(TABLES.encode()).fetchall()}
-                schema_install.apply(run, version)
+                schema_install.apply(run, core, version, core.changes[version])
                 locked = {name for (name,) in connection.execute(LOCKED.encode()).fetchall()}
             found[version] = locked & before
     assert found == {version: set(locked_tables(schema_install._CHANGES[version])) for version in found}
@@ -246,8 +246,8 @@ def test_declaring_topics_is_idempotent_and_safe_at_once(broker_url: str) -> Non
     in_threads([partial(declare, number) for number in range(6)])
     with contextlib.closing(database.open()) as connection:
         rows = connection.execute(
-            "SELECT name, t.generation, count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id)"
-            " GROUP BY name, t.generation ORDER BY name"
+            "SELECT name, t.layout, count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id)"
+            " GROUP BY name, t.layout ORDER BY name"
         ).fetchall()
         expected = [(topic.name, 1, topic.queue_count) for topic in sorted(TOPICS, key=lambda topic: topic.name)]
         assert rows == expected

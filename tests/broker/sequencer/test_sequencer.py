@@ -248,7 +248,7 @@ def test_changing_the_queue_count_closes_the_old_queues_at_their_final_heads(
     broker.send([message() for _ in range(8)])
     drain(sequencer, connection)
     rows = connection.execute(
-        "SELECT q.generation, closed_at, (SELECT count(*) FROM outbox.consume_queue e WHERE e.queue_id = q.queue_id)"
+        "SELECT q.layout, closed_at, (SELECT count(*) FROM outbox.consume_queue e WHERE e.queue_id = q.queue_id)"
         " FROM outbox.queue q JOIN outbox.topic USING (topic_id) WHERE name = 'orders' ORDER BY q.queue_id"
     ).fetchall()
     assert rows == [(1, 2, 2)] * 4 + [(2, None, 4)] * 2

@@ -29,7 +29,7 @@ WITH fresh AS (
 ), placed AS (
     SELECT log_id, queue_id FROM fresh JOIN outbox.commit_log USING (log_id)
     JOIN outbox.topic USING (topic_id)
-    JOIN outbox.queue USING (topic_id, generation)
+    JOIN outbox.queue USING (topic_id, layout)
     WHERE number = coalesce(shard, log_id) % queue_count
 )
 INSERT INTO outbox.consume_queue (queue_id, queue_offset, log_id, attempt)

@@ -1,4 +1,4 @@
-"""A subscriber whose effect shows in which transaction it was made (SUBSCRIBER_MODULE of test_shared_transactions)."""
+"""A subscriber whose effect shows in which transaction it was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subscribers with effects="outside", which worker processes of the tests import with SUBSCRIBER_MODULE "slow"."""
+"""Subscribers with effects="outside", for worker processes of the tests."""
 
 from __future__ import annotations
 

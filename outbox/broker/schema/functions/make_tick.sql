@@ -199,7 +199,7 @@ BEGIN
             CROSS JOIN LATERAL (SELECT log_id, topic_id, coalesce(shard, log_id) AS shard, deliver_at
                                 FROM commit_log WHERE commit_log.log_id = ready.log_id OFFSET 0) AS log
             JOIN topic USING (topic_id)
-            JOIN queue ON queue.topic_id = topic.topic_id AND queue.generation = topic.generation
+            JOIN queue ON queue.topic_id = topic.topic_id AND queue.layout = topic.layout
                       AND queue.number = abs(log.shard % topic.queue_count)::integer
             WHERE has_waited OR deliver_at IS NULL OR deliver_at <= now()
             UNION ALL

@@ -116,7 +116,7 @@ class Engine(ABC):
         """Put all decided messages into their queues now, and return their number. Raises BrokerError."""
         return 0
 
-    def settle(self) -> int:
+    def decide_ended(self) -> int:
         """In a test on the in-memory broker: decide the half messages that no commit decides. Returns their number."""
         return 0
 
@@ -155,7 +155,7 @@ class Engine(ABC):
         return ()
 
     @abstractmethod
-    def left(self) -> LeftoverWork:
+    def leftover_work(self) -> LeftoverWork:
         """The unfinished work of the project's topics and groups, to be checked before a move to another broker.
 
         Raises BrokerError or UsageError.

@@ -60,7 +60,7 @@ class MemoryEngine(Engine):
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> InMemoryConsumers:
         return InMemoryConsumers(self.broker.groups, wanted)
 
-    def settle(self) -> int:
+    def decide_ended(self) -> int:
         """Decide each half message whose transaction has ended.
 
         As in check-back, the ledger row gives the decision.
@@ -83,5 +83,5 @@ class MemoryEngine(Engine):
         )
         return len(undecided)
 
-    def left(self) -> LeftoverWork:
+    def leftover_work(self) -> LeftoverWork:
         self.refusals.refuse("left", "what is left")

@@ -95,7 +95,7 @@ class PostgresEngine(Engine):
             if queue.group in groups and queue.lag and queue.owner and not (queue.paused or queue.stopped)
         ]
 
-    def left(self) -> LeftoverWork:
+    def leftover_work(self) -> LeftoverWork:
         from outbox.broker.operations.audit import count_messages
         from outbox.broker.schema.install import check_schema
 

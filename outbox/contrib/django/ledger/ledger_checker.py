@@ -197,7 +197,7 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
             yield _unknown(check, "the ledger was emptied or pruned while it was read", counts=False)
 
 
-def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+def write_tombstones(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
     """Try to write a tombstone for each transaction without a ledger row (the barrier), without answering a check.
 
     Returns the ids that still have no ledger row, because their transactions are still open.

@@ -31,7 +31,7 @@ from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger import handled, ledger
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, write_tombstones
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
@@ -278,7 +278,9 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
     missing, the checker could no longer answer a check of a transaction with an id below `pruned_before`.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
-    open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
+    open_ids = write_tombstones(
+        connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id
+    )
     open_ids.update(half.transaction_id for half in undecided if half.immune)
     if len(undecided) == _BATCH:
         open_ids.add(undecided[-1].transaction_id)

@@ -23,7 +23,7 @@ def recall(message_id: UUID) -> Recall:
     recalled. Another engine than PostgreSQL may be able to recall fewer messages (docs/engines.md). Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
-    return get_engine().recall_row(message_id) or _settled_broker().recall([message_id])[0]
+    return get_engine().recall_row(message_id) or _decided_broker().recall([message_id])[0]
 
 
 @async_unsafe("recall_key() waits for a database: in a coroutine write `await sync_to_async(recall_key)(…)`.")
@@ -33,7 +33,7 @@ def recall_key(topic: str, key: object) -> list[Recall]:
     Returns the recalled messages. Otherwise, this function is like `recall`. Raises UnknownTopic.
     """
     _refuse_in_transaction("recall_key(…)")
-    return _settled_broker().recall_key(topic, key_text(key))
+    return _decided_broker().recall_key(topic, key_text(key))
 
 
 def reject_transactional(rejecting: bool = True) -> bool:
@@ -46,9 +46,9 @@ def reject_transactional(rejecting: bool = True) -> bool:
     return get_broker().reject_transactional(rejecting)
 
 
-def _settled_broker() -> Broker:
-    # In a TestCase no transaction commits, so the in-memory broker stores decisions only when `settle` is called.
-    get_engine().settle()
+def _decided_broker() -> Broker:
+    # In a TestCase no transaction commits, so the in-memory broker decides only when `decide_ended` is called.
+    get_engine().decide_ended()
     return get_broker()
 
 

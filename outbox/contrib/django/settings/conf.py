@@ -44,7 +44,6 @@ from outbox.contrib.django.settings.definition import (
     group,
     listen_conninfo,
     members,
-    module,
     one_of,
     or_none,
     paths,
@@ -285,18 +284,12 @@ class OutboxSettings:
         "immunity",
     )
 
-    subscriber_module: str = setting(
-        "subscribers",
-        module,
-        word="subscriber",
-        meaning="the name of the module that workers import from each installed app",
-        section="consuming",
-    )
     celery_app: str | None = setting(
         None,
         dotted_path,
         word="app (Celery)",
         meaning="the Celery app that gets [transactional tasks](celery.md#transactional-tasks)",
+        section="consuming",
     )
     consumer_processes: int = setting(
         1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"

@@ -316,12 +316,6 @@ def _keywords(where: str, value: Any) -> Mapping[str, Any]:
     return dict(value)
 
 
-def _module(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
-        raise wrong(where, value, "the name of a module, like 'subscribers'")
-    return value
-
-
 def _listen_url(where: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise wrong(where, value, "a connection string, '' to do without LISTEN, or None")
@@ -375,7 +369,6 @@ dotted_path: Final = or_none(text("dotted path"))
 dotted_paths: Final = Rule("`{name: dotted path}`", _dotted_paths)
 paths: Final = texts("a list of dotted paths")
 keywords: Final = Rule("a dictionary", _keywords)
-module: Final = Rule("name of a module", _module)
 listen_conninfo: Final = Rule('URL, `""`, or `None`', _listen_url)
 group: Final = Rule("name of a group", _group)
 schema_name: Final = Rule("name of a schema", _schema)

@@ -15,7 +15,7 @@ from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
 from outbox import hooks
-from outbox.contrib.django.settings.conf import aware, get_settings
+from outbox.contrib.django.settings.conf import aware
 from outbox.contrib.django.subscribers.callables import (
     is_asynchronous,
     is_generator,
@@ -94,9 +94,8 @@ def subscriber(
     With `effects="outside"`, the function runs without an open transaction and gets a `ClaimedDelivery`. The function
     calls other systems in `delivery.step(…)`, and writes in `with delivery.finish():` (docs/slow-calls.md).
 
-    Put subscribers into the module `subscribers` of an installed app, because workers import this module.
-    OUTBOX['SUBSCRIBER_MODULE'] sets another name for the module. The decorator raises InvalidSubscription or
-    InvalidFilter.
+    Put subscribers into the module `subscribers` of an installed app, because workers import this module. The decorator
+    raises InvalidSubscription or InvalidFilter.
     """
     kind = None if isinstance(topic, str) else topic
     topic = topic_of(topic, f"@subscriber(group={group!r})")
@@ -307,22 +306,25 @@ def add_discovery(further: Callable[[], None]) -> None:
         _further.append(further)
 
 
+# The module of an installed app that has its subscribers.
+_MODULE: Final = "subscribers"
+
+
 def autodiscover() -> list[Subscriber]:
-    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every app that has this module. Return all subscribers.
+    """Import the module `subscribers` of every app that has this module. Return all subscribers.
 
     If a module cannot be imported, raises ConfigurationError with the name of the module and the cause.
     """
-    module = get_settings().subscriber_module
     for app in apps.get_app_configs():
-        if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, module):
+        if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, _MODULE):
             continue
         try:
-            import_module(f"{app.name}.{module}")
+            import_module(f"{app.name}.{_MODULE}")
         except InvalidSubscription:
             raise
         except Exception as error:
             raise ConfigurationError(
-                f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
+                f"the subscribers in {app.name}.{_MODULE} cannot be imported: {type(error).__name__}: "
                 f"{shown_text(error).rstrip('.')}."
             ) from error
     for further in _further:

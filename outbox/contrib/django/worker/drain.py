@@ -39,7 +39,7 @@ class DrainCounts:
     elsewhere: int = 0
 
 
-def settle() -> int:
+def queue_messages() -> int:
     """Send end messages, run check-back, and put decided messages into queues. Return the number of queued messages.
 
     Raises the errors of these steps.
@@ -60,7 +60,7 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
     get_engine().refusals.require("run_once", "handling the messages that are due now")
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
     while True:
-        appended = settle()
+        appended = queue_messages()
         counts = runtime.run_once()
         queued, handled, failed = queued + appended, handled + counts.handled, failed + counts.failed
         if not appended and counts == ConsumeCounts():
@@ -104,17 +104,17 @@ def run_until_drained(stop: threading.Event) -> LeftoverWork:
     """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop` is set.
 
     Return the last count of the remaining messages. While the worker runs, only handlers of this project may publish on
-    this broker. If `Engine.left` raises a UsageError, the worker ends with this error, because it could never count the
-    messages.
+    this broker. If `Engine.leftover_work` raises a UsageError, the worker ends with this error, because it could never
+    count the messages.
     """
     autodiscover()
     engine = engine_of(get_settings())
-    last: list[LeftoverWork] = [engine.left()]
+    last: list[LeftoverWork] = [engine.leftover_work()]
     failed: list[BaseException] = []
 
     def watch() -> None:
         try:
-            last.append(_until_nothing_waits(stop, engine.left))
+            last.append(_until_nothing_waits(stop, engine.leftover_work))
         except BaseException as error:
             failed.append(error)
         finally:

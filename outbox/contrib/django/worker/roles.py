@@ -124,9 +124,9 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
     wanted = subscriptions(groups=groups)
     if not wanted:
         raise ConfigurationError(
-            f"there is no @subscriber in this project: workers look for subscribers in the module "
-            f"{get_settings().subscriber_module!r} of each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). If the "
-            f"project needs no subscribers, leave out the role consumer (--outbox-roles broker,check)."
+            "there is no @subscriber in this project: workers look for subscribers in the module 'subscribers' of each "
+            "of INSTALLED_APPS. If the project needs no subscribers, leave out the role consumer (--outbox-roles "
+            "broker,check)."
         )
     return wanted
 

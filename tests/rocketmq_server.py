@@ -1,9 +1,9 @@
 """A private RocketMQ server: name server, broker and proxy as two processes on this machine, in a folder.
 
-Tests, benchmarks and the demonstration run it; production has a cluster. Maven fetches the programs (`mvn` and Java 11
+Tests and benchmarks run it; production has a cluster. Maven fetches the programs (`mvn` and Java 11
 or newer are needed, nothing is installed). They listen on free ports of 127.0.0.1 and need about 800 MB of memory.
 `kill` is a crash (SIGKILL): the broker still has what it acknowledged after the next `start`, which keeps the ports.
-`python -m sample_project.rocketmq_server FOLDER` runs one until Ctrl-C.
+`python -m tests.rocketmq_server FOLDER` runs one until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def is_free(port: int) -> bool:
 
 def main() -> int:
     """Run a server in a folder until SIGINT or SIGTERM; the next start finds its messages, on other ports."""
-    parser = argparse.ArgumentParser(prog="python -m sample_project.rocketmq_server", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.rocketmq_server", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="the folder for its programs and messages")
     folder: Path = parser.parse_args().folder
     try:
