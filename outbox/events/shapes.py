@@ -1,6 +1,6 @@
 """The shape of an event type: how a value of the type is written as JSON values, read from them, and described.
 
-A dataclass needs no other package. A msgspec Struct and a pydantic model are read and written by their own packages.
+A dataclass needs no other package. A pydantic model is read and written by pydantic.
 
 Reading is tolerant: unknown fields are ignored, and an absent field gets its default. Writing is strict: a value that
 another process could not read is refused before it is published.
@@ -13,7 +13,6 @@ import binascii
 import collections.abc
 import dataclasses
 import enum
-import json
 import re
 import types
 import typing
@@ -59,47 +58,23 @@ class Shape:
 
 
 def is_shaped(kind: object) -> bool:
-    """Whether the type is a dataclass, a msgspec Struct or a pydantic model."""
-    return isinstance(kind, type) and (
-        dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__") or hasattr(kind, "model_json_schema")
-    )
+    """Whether the type is a dataclass or a pydantic model."""
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "model_json_schema"))
 
 
 def shape_of(kind: type) -> Shape:
-    """Return the shape of a dataclass, a msgspec Struct or a pydantic model. Raises ConfigurationError."""
+    """Return the shape of a dataclass or a pydantic model. Raises ConfigurationError."""
     if dataclasses.is_dataclass(kind):
         return _shape_of_dataclass(kind)
-    if hasattr(kind, "__struct_fields__"):
-        return _shape_of_struct(kind)
     if hasattr(kind, "model_validate") and hasattr(kind, "model_json_schema"):
         return _shape_of_model(kind)
     raise ConfigurationError(
         f"{kind.__qualname__} is not a type of events: write @event above a dataclass (@dataclass stands between "
-        "@event and the class), a msgspec.Struct or a pydantic.BaseModel."
+        "@event and the class) or a pydantic.BaseModel."
     )
 
 
-# -- msgspec and pydantic --------------------------------------------------------------------------
-
-
-def _shape_of_struct(kind: Any) -> Shape:
-    import msgspec
-
-    def read(value: Any) -> Any:
-        try:
-            return msgspec.convert(value, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise ShapeError(str(error)) from None
-
-    def write(value: Any) -> Any:
-        # msgspec does not check the values of a Struct that Python code makes.
-        plain = msgspec.to_builtins(value, str_keys=True)
-        read(plain)
-        return plain
-
-    [root], components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
-    schema = _with_definitions(root, components)
-    return Shape(read, write, schema, schema)
+# -- pydantic --------------------------------------------------------------------------------------
 
 
 def _shape_of_model(kind: Any) -> Shape:
@@ -124,16 +99,6 @@ def _shape_of_model(kind: Any) -> Shape:
         kind.model_json_schema(mode=mode, schema_generator=Schemas) for mode in ("serialization", "validation")
     )
     return Shape(read, write, _without_texts(written), _without_texts(accepted))
-
-
-def _with_definitions(root: Schema, components: Mapping[str, Schema]) -> Schema:
-    """Return one schema for the root: the definition of the root itself, and the other definitions in `$defs`."""
-    definitions = dict(components)
-    name = str(root.get("$ref", "")).removeprefix("#/$defs/")
-    if name in definitions and f'"#/$defs/{name}"' not in json.dumps(definitions):
-        root = definitions.pop(name)
-    schema: Schema = _without_texts({**root, **({"$defs": definitions} if definitions else {})})
-    return schema
 
 
 def _without_texts(schema: Any) -> Any:
@@ -223,7 +188,7 @@ def _read_duration(text: str) -> timedelta:
     return sign * (whole + timedelta(microseconds=int(seconds % 1 * 1_000_000)))
 
 
-# Other languages and msgspec read whole numbers of 64 bits, and a float takes each of them.
+# Other languages read whole numbers of 64 bits, and a float takes each of them.
 _LARGEST: Final = 2**63
 
 
