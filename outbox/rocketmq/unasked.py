@@ -20,9 +20,8 @@ from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
-from outbox.rocketmq.admin import Admin, Stored, end_of_queue, read_stored
+from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, end_of_queue, read_stored
 from outbox.rocketmq.exhausted import READER
-from outbox.rocketmq.left import CHECKER, HALVES
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
 

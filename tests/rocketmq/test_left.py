@@ -10,7 +10,7 @@ import pytest
 
 from outbox.message import Message
 from outbox.rocketmq.broker import RocketMQBroker
-from outbox.rocketmq.left import Timers, left
+from outbox.rocketmq.inspection import Timers, left
 from outbox.topic import MessageType, Topic
 from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import running_server, unique
