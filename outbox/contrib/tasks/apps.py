@@ -32,8 +32,8 @@ class OutboxTasksConfig(AppConfig):
             rights={
                 "outbox_task": {
                     "INSERT": (),
-                    "SELECT": ("id", "status", "is_due", "message_id", "announced_at"),
-                    "UPDATE": ("is_due", "message_id", "announced_at"),
+                    "SELECT": ("id", "status", "message_id", "announced_at"),
+                    "UPDATE": ("message_id", "announced_at"),
                 }
             },
             content={"TaskEntry": "outbox.contrib.tasks.erasing.erase_calls"},

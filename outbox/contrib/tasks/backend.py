@@ -48,7 +48,8 @@ class OutboxBackend(BaseTaskBackend):
     supports_defer = True
     supports_async_task = True
     supports_get_result = True
-    supports_priority = True
+    # Urgent tasks need a queue of their own, whose messages do not wait behind those of other tasks.
+    supports_priority = False
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, dict(params))
@@ -85,32 +86,29 @@ class OutboxBackend(BaseTaskBackend):
         entry = TaskEntry(
             backend=self.alias,
             queue_name=task.queue_name,
-            priority=task.priority,
             task_path=task.module_path,
             args=storable(list(args)),
             kwargs=storable(dict(kwargs)),
             run_after=task.run_after,
             enqueued_at=timezone.now(),
         )
-        entry.is_due = task.run_after is None or task.run_after <= entry.enqueued_at
+        is_due = task.run_after is None or task.run_after <= entry.enqueued_at
         alias = router.db_for_write(TaskEntry)
         with transaction.atomic(using=alias):
-            self.announce(entry, None if entry.is_due else task.run_after, using=alias)
+            self.announce(entry, None if is_due else task.run_after, using=alias)
             entry.save(using=alias, force_insert=True)
         result = cast("TaskResult[_P, _R]", result_of(entry, task))
         task_enqueued.send(type(self), task_result=result)
         return result
 
-    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
+    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str) -> None:
         """Publish the next message of an entry in the open transaction on `using`, and record the message in the entry.
 
-        If the caller has locked the entry, it must save the entry after this call. `waits` is the number of consecutive
-        messages of the entry that have found the entry locked.
+        If the caller has locked the entry, it must save the entry after this call.
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # The key "priority" is read only by workers that still run a version of the code from before migration 0002.
-        body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
+        body = {"task": str(entry.id), "attempts": entry.attempts}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using
         )

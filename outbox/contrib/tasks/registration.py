@@ -30,7 +30,7 @@ def register_backends() -> None:
                             threads=backend.settings.threads,
                             timeout_seconds=backend.settings.timeout_seconds,
                         ),
-                        handler=handler_for(backend, queue, using=using),
+                        handler=handler_for(backend, using=using),
                         name=f"TASKS[{backend.alias!r}], queue {queue or '(any)'}",
                         using=using,
                     )

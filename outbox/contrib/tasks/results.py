@@ -49,9 +49,7 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
         raise ConfigurationError(f"the task {entry.task_path!r} cannot be imported: {error}.") from error
     if not isinstance(found, Task):
         raise ConfigurationError(f"{entry.task_path!r} is not a task: decorate the function itself with @task.")
-    return found.using(
-        priority=entry.priority, queue_name=entry.queue_name, run_after=entry.run_after, backend=entry.backend
-    )
+    return found.using(queue_name=entry.queue_name, run_after=entry.run_after, backend=entry.backend)
 
 
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:

@@ -1,8 +1,8 @@
 """Finds READY entries without a message, reports them as a condition, and publishes a new message for each of them.
 
-The handlers publish a message for every READY entry (running.py). An entry can lose its message in four ways: the
-broker's database was restored; retention removed the message before its group consumed it; an operator moved the offset
-past the message; or code from before migration 0002 consumed the message.
+The handlers publish a message for every READY entry (running.py). An entry can lose its message in three ways: the
+broker's database was restored; retention removed the message before its group consumed it; or an operator moved the
+offset past the message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, router, transaction
-from django.db.models import Q
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
@@ -73,7 +72,7 @@ def task_stranded(state: BrokerState) -> Iterator[Judged]:
                 "task": str(one.entry.pk),
                 "path": one.entry.task_path,
                 "queue": one.entry.queue_name,
-                "message": str(one.entry.message_id or ""),
+                "message": str(one.entry.message_id),
                 "why": _WHY[one.where],
             },
         )
@@ -107,10 +106,7 @@ def mend() -> Mapping[str, Any]:
 
 def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     before = timezone.now() - _GRACE
-    # Entries from before migration 0002 have no message id. If such an entry is not due, the broker still has its
-    # delayed message.
-    unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
-    ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
+    ready = TaskEntry.objects.using(using).filter(announced_at__lt=before, status=Status.READY)
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
 
 
@@ -120,11 +116,10 @@ def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]
         if (backend := _backend_of(entry)) is not None:
             by_group[backend.group_of(entry.queue_name)].append(entry)
     for group, mine in by_group.items():
-        places = whereabouts(run, group, [entry.message_id for entry in mine if entry.message_id is not None])
+        places = whereabouts(run, group, [entry.message_id for entry in mine])
         for entry in mine:
-            where = places[entry.message_id] if entry.message_id is not None else Whereabouts.GONE
             # Read the entry again, because the entry's message may have run the task since the first query.
-            if where in _WHY and _unlocked(entry, using=entry._state.db or "default"):
+            if (where := places[entry.message_id]) in _WHY and _unlocked(entry, using=entry._state.db or "default"):
                 yield Stranded(entry, where)
 
 
