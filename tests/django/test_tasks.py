@@ -25,7 +25,7 @@ from outbox.contrib.tasks.api import (
     task_started,
 )
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.registration import register_backends
+from outbox.contrib.tasks.running import register_backends
 from outbox.errors import ConfigurationError
 from tests.django.configured import TASKS
 from tests.django.shop import tasks

@@ -23,8 +23,8 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.drain import drain, settle
 from outbox.contrib.tasks import stranded
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.registration import register_backends
 from outbox.contrib.tasks.results import error_of
+from outbox.contrib.tasks.running import register_backends
 from outbox.subscription import Subscription
 from tests.django.processes import ROOT, environment, process
 from tests.django.shop import tasks

@@ -35,4 +35,4 @@ class OutboxForwardingConfig(AppConfig):
         )
         hooks.add_conditions("outbox.contrib.forwarding.endpoints")
         hooks.add_actions("outbox.contrib.forwarding.actions")
-        hooks.add_tables(self.label, content={"ForwardEndpoint": "outbox.contrib.forwarding.erasing.erase_errors"})
+        hooks.add_tables(self.label, content={"ForwardEndpoint": "outbox.contrib.forwarding.endpoints.erase_errors"})

@@ -20,10 +20,12 @@ from django.db.models.functions import Now
 
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
 from outbox.broker.operations.state import BrokerState
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.forwarding.settings import ForwardSettings
 from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
+from outbox.erased import ERASED_TEXT
 from outbox.errors import ServiceUnavailable, UsageError
 from outbox.utils.faults import point
 from outbox.utils.safe_text import for_people, shown_text
@@ -251,3 +253,16 @@ def _apply(one: StoredEndpoint, row: ForwardEndpoint) -> None:
     one.generation = row.generation
     enabling = f"; `outbox_endpoint enable {one.group}` enables it"
     one.closed = "" if row.disabled_at is None else f"it was disabled: {row.disabled_reason}{enabling}"
+
+
+# -- erasing ---------------------------------------------------------------------------------------
+
+
+def erase_errors(rows: Rows, scope: Scope) -> int:
+    """Erase the last errors of the endpoints to which the topic is forwarded: such an error does not name a message."""
+    groups = {name for name, one in settings_of(ForwardSettings).forward.items() if scope.topic in one.topics}
+    return saved(
+        rows.exclude(last_error="").exclude(last_error=ERASED_TEXT),
+        lambda row: row.group in groups or scope.mentions(row.last_error),
+        lambda row: {"last_error": ERASED_TEXT},
+    )

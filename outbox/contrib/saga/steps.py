@@ -45,12 +45,14 @@ from outbox.broker.operations.conditions import Concern, Declarations, Judged, S
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
 from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.contrib.saga.models import SagaProgress, SagaState
+from outbox.erased import ERASED_TEXT
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -451,3 +453,12 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
                 # Read the saga's row again, because the saga may have continued after the first query.
                 if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
                     yield one, where
+
+
+def erase_reasons(rows: Rows, scope: Scope) -> int:
+    """Replace the reasons of sagas that belong to an erased message or mention an erased text."""
+    return saved(
+        rows.exclude(reason="").exclude(reason=ERASED_TEXT),
+        lambda row: row.message_id in scope.message_ids or scope.mentions(row.reason),
+        lambda row: {"reason": ERASED_TEXT},
+    )

@@ -28,5 +28,5 @@ class OutboxSchedulesConfig(AppConfig):
         hooks.add_pass("schedules", RENEW_SECONDS, f"{self.name}.declaring.declare_schedules", in_every_process=True)
         hooks.add_conditions(f"{self.name}.conditions", of_broker=True)
         hooks.add_actions(f"{self.name}.actions")
-        hooks.add_metrics(f"{self.name}.metrics")
+        hooks.add_metrics(f"{self.name}.conditions")
         register(hooks.when_called(f"{self.name}.declaring.check_schedules"), "outbox")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import UUID
@@ -15,7 +16,7 @@ from django.utils import timezone
 from outbox import names
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.settings.definition import read
+from outbox.contrib.django.settings.definition import Rule, or_none, read, seconds, setting, text, whole, wrong
 from outbox.contrib.tasks.api import (
     BaseTaskBackend,
     Task,
@@ -24,7 +25,6 @@ from outbox.contrib.tasks.api import (
     task_backends,
     task_enqueued,
 )
-from outbox.contrib.tasks.options import TaskOptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.retry import RetryPolicy
 from outbox.topic import MessageType
@@ -36,6 +36,34 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NEEDED = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
+
+
+def _delays(where: str, value: Any) -> Sequence[float]:
+    allowed = "a list of numbers of seconds that is not empty"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong(where, value, allowed)
+    return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """The options of the backend for Django's tasks."""
+
+    topic: str = setting(
+        "tasks", text("topic"), meaning="the topic of the task messages. Each backend needs a topic of its own"
+    )
+    threads: int = setting(
+        8, whole(1, "tasks"), meaning="how many tasks of one queue run at the same time in one process"
+    )
+    timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
+    max_attempts: int | None = setting(
+        1, or_none(whole(1, "attempts")), meaning="the maximum number of attempts of a failing task; `None`: no limit"
+    )
+    delays_seconds: Sequence[float] = setting(
+        (10.0, 60.0, 600.0),
+        Rule("a list of numbers of seconds, each at least 0", _delays, "seconds"),
+        meaning="the waits between the attempts of a failing task; the last wait is used for all further attempts",
+    )
 
 
 def _topic_of(backend: object) -> str | None:

@@ -11,15 +11,17 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections, router, transaction
 from django.utils import timezone
 
-from outbox.contrib.tasks.api import TaskContext, TaskResult, task_finished, task_started
+from outbox.contrib.django.subscribers.registry import Subscriber, register
+from outbox.contrib.tasks.api import TaskContext, TaskResult, task_backends, task_finished, task_started
 from outbox.contrib.tasks.backend import OutboxBackend
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.tasks.results import error_of, result_of, storable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
+from outbox.subscription import Subscription
 from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
@@ -131,3 +133,28 @@ def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, usi
     logger.warning(
         "task %s (%s) failed; its next attempt is in %s", entry.id, entry.task_path, wait, exc_info=_current_error()
     )
+
+
+def register_backends() -> None:
+    """Register the subscribers of all backends.
+
+    Raises an error if the definition of a backend or its options is wrong.
+    """
+    using = router.db_for_write(TaskEntry)
+    for backend in task_backends.all():
+        if isinstance(backend, OutboxBackend):
+            for group, queue in backend.groups.items():
+                register(
+                    Subscriber(
+                        subscription=Subscription(
+                            group=group,
+                            topic=backend.settings.topic,
+                            filter=queue,
+                            threads=backend.settings.threads,
+                            timeout_seconds=backend.settings.timeout_seconds,
+                        ),
+                        handler=handler_for(backend, using=using),
+                        name=f"TASKS[{backend.alias!r}], queue {queue or '(any)'}",
+                        using=using,
+                    )
+                )

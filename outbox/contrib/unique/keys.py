@@ -18,6 +18,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, read_uuid, stored_uuid
+from outbox.contrib.django.operations.personal_data import Rows, Scope
 from outbox.errors import NotSupported, SendFailed
 
 
@@ -291,3 +292,8 @@ def _delete_mariadb(connection: BaseDatabaseWrapper, limit: int) -> int:
             raise
         cursor.execute("COMMIT")
         return len(keys)
+
+
+def erase_keys(rows: Rows, scope: Scope) -> int:
+    """Delete the rows of the erased messages: a unique key is chosen by the application, so it may be personal."""
+    return rows.filter(message_id__in=scope.message_ids).delete()[0]
