@@ -23,8 +23,7 @@ from outbox.codec import Codec, Codecs
 from outbox.contrib.django.database.transactions import in_test_case
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.encryption.models import SubjectKey
-from outbox.contrib.encryption.settings import EncryptionSettings
-from outbox.contrib.encryption.subject import ENCRYPTED_CONTENT_TYPE
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE, EncryptionSettings
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
 from outbox.hooks import ShownBody
 from outbox.utils.safe_text import shown_value

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from outbox import hooks
-from outbox.codec import OWN_CONTENT_TYPES
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE
 from outbox.errors import BrokerUnavailable, ConfigurationError, HandlerNotStarted
 from outbox.hooks import Draft, Option
 from outbox.utils.safe_text import shown_text
-
-# The content type of an encrypted body.
-ENCRYPTED_CONTENT_TYPE: Final = f"{OWN_CONTENT_TYPES}encrypted"
 
 
 @dataclass(frozen=True, slots=True)
