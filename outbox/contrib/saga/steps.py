@@ -164,7 +164,7 @@ class Saga(Generic[Record]):
         )
         if not is_new:
             raise UsageError(f"saga {self.name!r} of record {record.pk} was started before.")
-        self._run_next(progress, self._steps[0])
+        self._save(progress, SagaState.RUNNING, self._steps[0])
 
     def progress(self, pk: object) -> SagaProgress | None:
         """Return the `state`, `step` and `reason` of a record's saga, or None if the saga was not started."""
@@ -290,12 +290,9 @@ class Saga(Generic[Record]):
     def _go_on(self, progress: SagaProgress, done: Step[Record]) -> None:
         following = self._steps[self._steps.index(done) + 1 :]
         if following:
-            self._run_next(progress, following[0])
+            self._save(progress, SagaState.RUNNING, following[0])
         else:
             self._save(progress, SagaState.DONE, done)
-
-    def _run_next(self, progress: SagaProgress, step: Step[Record]) -> None:
-        self._save(progress, SagaState.RUNNING, step)
 
     def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
         """Begin to undo `last_done` and then all earlier steps. `last_done` is None if no step was done."""
@@ -305,8 +302,8 @@ class Saga(Generic[Record]):
             step = self._before(step)
         if step is None:
             self._save(progress, SagaState.UNDONE, self._find(progress.step))
-            return
-        self._save(progress, SagaState.UNDOING, step)
+        else:
+            self._save(progress, SagaState.UNDOING, step)
 
     def _before(self, step: Step[Record]) -> Step[Record] | None:
         place = self._steps.index(step)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,14 +48,6 @@ _WHY: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stranded:
-    """An entry without a message. `where` tells what happened to the last message of the entry."""
-
-    entry: TaskEntry
-    where: Whereabouts
-
-
 @CONDITIONS.declare(
     meaning="Django tasks are READY, but the broker has no message left that would run them.",
     next_step="The role `check` publishes the messages of stranded tasks again within a minute. If a task must not "
@@ -65,15 +56,15 @@ class Stranded:
 )
 def task_stranded(state: BrokerState) -> Iterator[Judged]:
     alias = router.db_for_write(TaskEntry)
-    for one in _stranded(state.run, _oldest(_LOOKED_AT, using=alias)):
+    for entry, where in _stranded(state.run, _oldest(_LOOKED_AT, using=alias)):
         yield (
             Severity.WARNING,
             {
-                "task": str(one.entry.pk),
-                "path": one.entry.task_path,
-                "queue": one.entry.queue_name,
-                "message": str(one.entry.message_id),
-                "why": _WHY[one.where],
+                "task": str(entry.pk),
+                "path": entry.task_path,
+                "queue": entry.queue_name,
+                "message": str(entry.message_id),
+                "why": _WHY[where],
             },
         )
 
@@ -93,8 +84,8 @@ def mend() -> Mapping[str, Any]:
         for _ in range(_BATCHES):
             entries = _oldest(_BATCH, using=alias, offset=looked_at)
             found = list(_stranded(run, entries))
-            for one in found:
-                if (done := _mend(one, using=alias)) is not None:
+            for entry, where in found:
+                if (done := _mend(entry, where, using=alias)) is not None:
                     counts[done] += 1
             # The next query skips only the entries that keep their old messages. An entry that got a new message is not
             # among the entries with the oldest messages any more, so the query need not skip it.
@@ -110,7 +101,8 @@ def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
 
 
-def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]:
+def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[tuple[TaskEntry, Whereabouts]]:
+    """Yield each entry without a message, and what happened to its last one."""
     by_group: dict[str, list[TaskEntry]] = defaultdict(list)
     for entry in entries:
         if (backend := _backend_of(entry)) is not None:
@@ -120,7 +112,7 @@ def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]
         for entry in mine:
             # Read the entry again, because the entry's message may have run the task since the first query.
             if (where := places[entry.message_id]) in _WHY and _unlocked(entry, using=entry._state.db or "default"):
-                yield Stranded(entry, where)
+                yield entry, where
 
 
 def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
@@ -134,21 +126,21 @@ def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
         return same.first()
 
 
-def _mend(stranded: Stranded, *, using: str) -> str | None:
-    backend = _backend_of(stranded.entry)
+def _mend(stranded: TaskEntry, where: Whereabouts, *, using: str) -> str | None:
+    backend = _backend_of(stranded)
     assert backend is not None
     with transaction.atomic(using=using):
-        entry = _unlocked(stranded.entry, using=using)
+        entry = _unlocked(stranded, using=using)
         if entry is None:
             return None
-        if stranded.where is Whereabouts.DISCARDED:
+        if where is Whereabouts.DISCARDED:
             entry.status, entry.finished_at = Status.FAILED, timezone.now()
             entry.save(using=using)
-            logger.warning("task %s (%s) is FAILED: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+            logger.warning("task %s (%s) is FAILED: %s", entry.pk, entry.task_path, _WHY[where])
             return "failed"
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["message_id", "announced_at"])
-        logger.warning("task %s (%s) has a new message: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+        logger.warning("task %s (%s) has a new message: %s", entry.pk, entry.task_path, _WHY[where])
         return "published"
 
 
