@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
@@ -265,3 +265,19 @@ WHERE producer_group = %(group)s AND name = %(name)s
 def pause(run: Executor, producer_group: str, name: str, *, paused: bool) -> None:
     """Pause a schedule, or resume it. After a resumption, the due moments of the pause are missed due moments."""
     run.execute(_PAUSE, {"group": producer_group, "name": name, "paused": paused})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Erasing.
+
+# The error is about a declaration, so it is erased only if it contains one of the texts. The type of the error stays.
+_ERASE: Final = Statement("""
+UPDATE {schema}.schedule
+SET error = coalesce(substring(error FROM '^[A-Za-z_][A-Za-z0-9_]*:') || ' ', '') || '(erased)'
+WHERE right(error, 8) <> '(erased)' AND error LIKE ANY(%(patterns)s::text[])
+""")
+
+
+def erase_errors(run: Executor, values: Mapping[str, Any]) -> int:
+    """Erase the errors that contain one of the texts. Return their number."""
+    return run.count(_ERASE, values)
