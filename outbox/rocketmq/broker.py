@@ -42,9 +42,8 @@ from outbox.rocketmq.declarations import (
     types_on_server,
     wire_name,
 )
-from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
-from outbox.rocketmq.unasked import UnaskedHalves
+from outbox.rocketmq.stranded import ExhaustedChecks, UnaskedHalves
 from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (

@@ -19,11 +19,10 @@ from uuid import UUID
 from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.message import Message
 from outbox.ports import LeftoverWork
-from outbox.rocketmq import exhausted
+from outbox.rocketmq import stranded
 from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, by_queue, end_of_queue, messages_in, read_stored
 from outbox.rocketmq.declarations import wire_name
-from outbox.rocketmq.exhausted import READER
-from outbox.rocketmq.unasked import asked_of_group, decided_offsets
+from outbox.rocketmq.stranded import READER, asked_of_group, decided_offsets
 from outbox.rocketmq.wire import asked, from_wire
 
 _QUERY: Final = 12
@@ -237,8 +236,8 @@ def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]
                     found[half.message.message_id] = half
         for message_id in decided:
             found.pop(message_id, None)
-        begin = broker.stored_offset(exhausted.offsets_of(producer_group, broker.namespace), exhausted.TOPIC)
-        for stored in read_stored(broker, READER, exhausted.TOPIC, begin):
+        begin = broker.stored_offset(stranded.offsets_of(producer_group, broker.namespace), stranded.TOPIC)
+        for stored in read_stored(broker, READER, stranded.TOPIC, begin):
             for half in _half(broker, stored, producer_group, is_given_up=True):
                 found[half.message.message_id] = half
     return sorted(found.values(), key=lambda one: one.sent_at)
@@ -271,7 +270,7 @@ def find(brokers: Sequence[Admin], key: str, topics: Iterable[str], groups: Iter
     """
     found: dict[tuple[str, int, str], Copy] = {}
     for broker in brokers:
-        places = [("half message", HALVES, ""), ("given up by check-back", exhausted.TOPIC, "")]
+        places = [("half message", HALVES, ""), ("given up by check-back", stranded.TOPIC, "")]
         places += [("published", broker.name(topic), "") for topic in topics]
         for group, topic in groups:
             places.append((f"retry of group {group}", _retry_topic(broker, group, topic), group))
@@ -435,7 +434,7 @@ def left(
         found["half messages (of all services) are undecided, or RocketMQ has not processed their decision yet"] += (
             undecided
         )
-        given_up = exhausted.waiting(broker, producer_group) if producer_group else 0
+        given_up = stranded.waiting(broker, producer_group) if producer_group else 0
         found["half messages were given up by RocketMQ's check-back, and the ledger was not asked about them"] += (
             given_up
         )
