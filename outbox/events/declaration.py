@@ -66,10 +66,7 @@ class Compatibility(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EventType:
-    """A declared event. `headers` are the two headers of its messages.
-
-    `publisher` names the other service that publishes the event; '' if this service publishes it.
-    """
+    """A declared event. `headers` are the two headers of its messages."""
 
     name: str
     version: int
@@ -79,7 +76,6 @@ class EventType:
     key: str | Callable[[Any], object] | None
     tag: str | Callable[[Any], str]
     compatibility: Compatibility
-    publisher: str
     headers: Mapping[str, str]
 
     @property
@@ -123,14 +119,12 @@ def event(
     key: str | Callable[[Any], object] | None = None,
     tag: str | Callable[[Any], str] = "",
     compatibility: Compatibility | str = Compatibility.FULL,
-    publisher: str = "",
 ) -> Callable[[Kind], Kind]:
-    """Declare a dataclass, a msgspec Struct or a pydantic model as version `version` of the event `name`.
+    """Declare a dataclass or a pydantic model as version `version` of the event `name`.
 
     `publish(OrderPaid(...))` publishes an event of the type to `topic`, by default the topic `name`. `key` is the name
     of a field, or a function of the event. `tag` is a text, or a function of the event. `compatibility` is the rule of
-    `outbox_contract check`. If another service publishes the event, `publisher` names this other service, for the
-    documents. Raises ConfigurationError.
+    `outbox_contract check`. Raises ConfigurationError.
     """
     names.check_topic(topic or name)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version < 10**_MOST_DIGITS:
@@ -154,7 +148,6 @@ def event(
             key=key,
             tag=tag,
             compatibility=rule,
-            publisher=publisher,
             headers=MappingProxyType({EVENT_HEADER: name, VERSION_HEADER: str(version)}),
         )
         known = _by_version.get(declared.at)

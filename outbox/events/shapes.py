@@ -1,6 +1,6 @@
 """The shape of an event type: how a value of the type is written as JSON values, read from them, and described.
 
-A dataclass needs no other package. A msgspec Struct and a pydantic model are read and written by their own packages.
+A dataclass needs no other package. A pydantic model is read and written by pydantic.
 
 Reading is tolerant: unknown fields are ignored, and an absent field gets its default. Writing is strict: a value that
 another process could not read is refused before it is published.
@@ -9,11 +9,9 @@ another process could not read is refused before it is published.
 from __future__ import annotations
 
 import base64
-import binascii
 import collections.abc
 import dataclasses
 import enum
-import json
 import re
 import types
 import typing
@@ -59,47 +57,23 @@ class Shape:
 
 
 def is_shaped(kind: object) -> bool:
-    """Whether the type is a dataclass, a msgspec Struct or a pydantic model."""
-    return isinstance(kind, type) and (
-        dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__") or hasattr(kind, "model_json_schema")
-    )
+    """Whether the type is a dataclass or a pydantic model."""
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "model_json_schema"))
 
 
 def shape_of(kind: type) -> Shape:
-    """Return the shape of a dataclass, a msgspec Struct or a pydantic model. Raises ConfigurationError."""
+    """Return the shape of a dataclass or a pydantic model. Raises ConfigurationError."""
     if dataclasses.is_dataclass(kind):
         return _shape_of_dataclass(kind)
-    if hasattr(kind, "__struct_fields__"):
-        return _shape_of_struct(kind)
     if hasattr(kind, "model_validate") and hasattr(kind, "model_json_schema"):
         return _shape_of_model(kind)
     raise ConfigurationError(
         f"{kind.__qualname__} is not a type of events: write @event above a dataclass (@dataclass stands between "
-        "@event and the class), a msgspec.Struct or a pydantic.BaseModel."
+        "@event and the class) or a pydantic.BaseModel."
     )
 
 
-# -- msgspec and pydantic --------------------------------------------------------------------------
-
-
-def _shape_of_struct(kind: Any) -> Shape:
-    import msgspec
-
-    def read(value: Any) -> Any:
-        try:
-            return msgspec.convert(value, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise ShapeError(str(error)) from None
-
-    def write(value: Any) -> Any:
-        # msgspec does not check the values of a Struct that Python code makes.
-        plain = msgspec.to_builtins(value, str_keys=True)
-        read(plain)
-        return plain
-
-    [root], components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
-    schema = _with_definitions(root, components)
-    return Shape(read, write, schema, schema)
+# -- pydantic --------------------------------------------------------------------------------------
 
 
 def _shape_of_model(kind: Any) -> Shape:
@@ -124,16 +98,6 @@ def _shape_of_model(kind: Any) -> Shape:
         kind.model_json_schema(mode=mode, schema_generator=Schemas) for mode in ("serialization", "validation")
     )
     return Shape(read, write, _without_texts(written), _without_texts(accepted))
-
-
-def _with_definitions(root: Schema, components: Mapping[str, Schema]) -> Schema:
-    """Return one schema for the root: the definition of the root itself, and the other definitions in `$defs`."""
-    definitions = dict(components)
-    name = str(root.get("$ref", "")).removeprefix("#/$defs/")
-    if name in definitions and f'"#/$defs/{name}"' not in json.dumps(definitions):
-        root = definitions.pop(name)
-    schema: Schema = _without_texts({**root, **({"$defs": definitions} if definitions else {})})
-    return schema
 
 
 def _without_texts(schema: Any) -> Any:
@@ -186,10 +150,14 @@ def _refuse(expected: str, value: Any) -> ShapeError:
     return ShapeError(f"expected {expected}, got {type(value).__name__} {value!r:.60}")
 
 
-def _exactly(kind: type, expected: str) -> Convert:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _accepting(expected: str, fits: Callable[[Any], bool], convert: Convert = _same) -> Convert:
     def check(value: Any) -> Any:
-        if type(value) is kind or (isinstance(value, kind) and not isinstance(value, bool)):
-            return value
+        if fits(value):
+            return convert(value)
         raise _refuse(expected, value)
 
     return check
@@ -223,90 +191,65 @@ def _read_duration(text: str) -> timedelta:
     return sign * (whole + timedelta(microseconds=int(seconds % 1 * 1_000_000)))
 
 
-# Other languages and msgspec read whole numbers of 64 bits, and a float takes each of them.
+# Other languages read whole numbers of 64 bits, and a float takes each of them.
 _LARGEST: Final = 2**63
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST:
-        return value
-    raise _refuse("a whole number of at most 64 bits", value)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
 
 
-def _read_float(value: Any) -> Any:
-    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST):
-        return float(value)
-    raise _refuse("a number", value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    )
 
 
-def _write_float(value: Any) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0:
-        return value
-    raise _refuse("a finite number", value)
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
 
 
-def _read_none(value: Any) -> Any:
-    if value is None:
-        return None
-    raise _refuse("null", value)
-
-
-def _read_bytes(value: Any) -> Any:
-    try:
-        return base64.b64decode(value, validate=True)
-    except (TypeError, ValueError, binascii.Error):
-        raise _refuse("bytes in base64", value) from None
-
-
-def _write_bytes(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    raise _refuse("bytes", value)
-
-
-def _same(value: Any) -> Any:
-    return value
+def _scalar(expected: str, fits: Callable[[Any], bool], schema: str, family: str) -> _Codec:
+    check = _accepting(expected, fits)
+    return _Codec(check, check, {"type": schema}, family)
 
 
 def _text(expected: str, kind: type, parse: Convert, format: str) -> _Codec:
     # The topic's codec writes these values as text (see JsonCodec).
-    return _Codec(_parsed(expected, parse), _exactly(kind, expected), {"type": "string", "format": format}, "string")
-
-
-def _write_date(value: Any) -> Any:
-    if type(value) is date:
-        return value
-    raise _refuse("a date", value)
+    written = _accepting(expected, lambda value: isinstance(value, kind))
+    return _Codec(_parsed(expected, parse), written, {"type": "string", "format": format}, "string")
 
 
 _SCALARS: Final[dict[Any, _Codec]] = {
-    str: _Codec(_exactly(str, "text"), _exactly(str, "text"), {"type": "string"}, "string"),
-    int: _Codec(_whole, _whole, {"type": "integer"}, "number"),
-    float: _Codec(_read_float, _write_float, {"type": "number"}, "number"),
-    bool: _Codec(
-        lambda value: value if isinstance(value, bool) else _raise("true or false", value),
-        lambda value: value if isinstance(value, bool) else _raise("true or false", value),
-        {"type": "boolean"},
-        "boolean",
+    str: _scalar("text", lambda value: isinstance(value, str), "string", "string"),
+    int: _scalar("a whole number of at most 64 bits", _is_whole, "integer", "number"),
+    float: _Codec(
+        _accepting("a number", _is_number, float),
+        _accepting("a finite number", _is_finite),
+        {"type": "number"},
+        "number",
     ),
-    types.NoneType: _Codec(_read_none, _read_none, {"type": "null"}, "null"),
-    bytes: _Codec(_read_bytes, _write_bytes, {"type": "string", "contentEncoding": "base64"}, "string"),
+    bool: _scalar("true or false", lambda value: isinstance(value, bool), "boolean", "boolean"),
+    types.NoneType: _scalar("null", lambda value: value is None, "null", "null"),
+    bytes: _Codec(
+        _parsed("bytes in base64", lambda value: base64.b64decode(value, validate=True)),
+        _accepting("bytes", lambda value: isinstance(value, bytes), lambda value: base64.b64encode(value).decode()),
+        {"type": "string", "contentEncoding": "base64"},
+        "string",
+    ),
     Decimal: _text("a decimal number in text", Decimal, Decimal, "decimal"),
     UUID: _text("a UUID in text", UUID, UUID, "uuid"),
     datetime: _text("a date and time in ISO 8601", datetime, datetime.fromisoformat, "date-time"),
     date: _Codec(
         _parsed("a date in ISO 8601", date.fromisoformat),
-        _write_date,
+        # A datetime is a date, too.
+        _accepting("a date", lambda value: type(value) is date),
         {"type": "string", "format": "date"},
         "string",
     ),
     time: _text("a time in ISO 8601", time, time.fromisoformat, "time"),
     timedelta: _text("a duration in ISO 8601", timedelta, _read_duration, "duration"),
 }
-
-
-def _raise(expected: str, value: Any) -> Any:
-    raise _refuse(expected, value)
 
 
 _LISTS: Final[dict[Any, Callable[[list[Any]], Any]]] = {

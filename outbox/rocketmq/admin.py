@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import socket
 import ssl
 import struct
@@ -50,6 +51,12 @@ _NOTHING: Final = 19
 _ELSEWHERE: Final = frozenset((20, 21))
 _WITH_SUBSCRIPTION: Final = 4
 _AT_ONCE: Final = 32
+
+# The system topic with the half messages of all services, and the group whose offsets say what is decided.
+HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
+CHECKER: Final = "CID_RMQ_SYS_TRANS"
+# RocketMQ writes a map whose keys are objects (queues). Such a map is not JSON.
+_QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 _MAGIC_OF_SHORT_TOPIC: Final = 0xDAA320A7
 _HEAD: Final = struct.Struct(">IIIIIQQIQ")
@@ -381,6 +388,12 @@ def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int =
         before, offset = offset, int(answer["extFields"]["nextBeginOffset"])
         if offset <= before:
             return
+
+
+def by_queue(body: bytes) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Yield each queue in the body of statistics, with its offsets."""
+    for queue, offsets in _QUEUES.findall(body):
+        yield json.loads(queue), json.loads(offsets)
 
 
 def messages_in(data: bytes) -> Iterator[Stored]:

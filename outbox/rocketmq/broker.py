@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from functools import partial
@@ -42,10 +42,8 @@ from outbox.rocketmq.declarations import (
     types_on_server,
     wire_name,
 )
-from outbox.rocketmq.exhausted import ExhaustedChecks
-from outbox.rocketmq.flushing import FlushingThread
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
-from outbox.rocketmq.unasked import UnaskedHalves
+from outbox.rocketmq.stranded import ExhaustedChecks, UnaskedHalves
 from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
@@ -59,7 +57,8 @@ from outbox.transaction import (
     HalfTransaction,
     ProducerEpoch,
 )
-from outbox.utils.safe_text import shown_text
+from outbox.utils.faults import point
+from outbox.utils.safe_text import printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,8 @@ class RocketMQBroker:
         self._producer: CheckingProducer | None = None
         self._answerer: AnsweringThread | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._flushing = FlushingThread(self.end)
+        # The decisions of `end_one_way` that the server has not accepted yet.
+        self._sent: set[Future[None]] = set()
         self._exhausted: ExhaustedChecks | None = None
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._forget)
@@ -227,14 +227,40 @@ class RocketMQBroker:
             return []
         producer = self._started()
         sent = [(end, [*_decided(producer, end)]) for end in ends]
-        return [_end_status(producer, end, decisions) for end, decisions in sent]
+        taken = [[_is_taken(producer, end, one) for one in decisions] for end, decisions in sent]
+        return [EndStatus.ACCEPTED if each and all(each) else EndStatus.LEFT_TO_CHECK for each in taken]
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a decision on another thread. If the queue of the thread is full, drop the decision."""
-        self._flushing.put(end)
+        """Send a decision, and return at once. If it is lost, check-back decides the transaction."""
+        with self._lock:
+            producer = self._producer
+        if producer is None:
+            # Only the process that has sent a half message can decide it.
+            return
+        try:
+            point("producer.before_end")
+            for sent in _decided(producer, end):
+                over: Future[None] = Future()
+                self._sent.add(over)
+                sent.add_done_callback(partial(self._note_end, producer, end, over))
+        except Exception as error:
+            logger.error(
+                "the end message of transaction %s was not sent, check-back will decide the transaction",
+                end.transaction_id,
+                exc_info=printable(error),
+            )
+
+    def _note_end(self, producer: CheckingProducer, end: EndTransaction, over: Future[None], sent: Future[Any]) -> None:
+        try:
+            if _is_taken(producer, end, sent):
+                point("producer.after_end")
+        finally:
+            self._sent.discard(over)
+            over.set_result(None)
 
     def flush(self, *, within_seconds: float) -> bool:
-        return self._flushing.flush(within_seconds=within_seconds)
+        """Wait until the decisions before this call are accepted or lost. Return False if this takes longer."""
+        return not wait(set(self._sent), within_seconds).not_done
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Do nothing, because RocketMQ sends checks at its own times (transactionTimeOut, transactionCheckInterval)."""
@@ -434,6 +460,7 @@ class RocketMQBroker:
         """Drop the parent's producer in a forked child, because its threads and sockets belong to the parent."""
         self._lock = threading.Lock()
         self._producer = self._answerer = self._threads = None
+        self._sent = set()
 
 
 def is_rejected(error: Exception) -> bool:
@@ -460,18 +487,17 @@ def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future
         yield producer.decide(half, end.decision)
 
 
-def _end_status(producer: CheckingProducer, end: EndTransaction, sent: Sequence[Future[Any]]) -> EndStatus:
+def _is_taken(producer: CheckingProducer, end: EndTransaction, sent: Future[Any]) -> bool:
     try:
-        for decision in sent:
-            producer.taken(decision)
+        producer.taken(sent)
     except Exception as error:
         logger.info(
             "the end message of transaction %s was lost, check-back will decide the transaction: %s",
             end.transaction_id,
             client.described(error),
         )
-        return EndStatus.LEFT_TO_CHECK
-    return EndStatus.ACCEPTED if sent else EndStatus.LEFT_TO_CHECK
+        return False
+    return True
 
 
 def _status(answer: Answer, was_taken: bool) -> EndStatus | None:

@@ -41,7 +41,7 @@ REFUSALS: Final = Refusals(
             lambda topic: topic.searchable,
             Refusal(
                 "option for an index of keys",
-                "Remove searchable: RocketMQ keeps an index of all keys (`outbox_message list TOPIC --key KEY`).",
+                "Remove searchable: RocketMQ keeps an index of all keys (`mqadmin queryMsgByKey`).",
             ),
         ),
     ),

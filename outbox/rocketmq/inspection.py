@@ -8,6 +8,8 @@ and returns the half messages of this project.
 from __future__ import annotations
 
 import json
+import struct
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,14 +18,15 @@ from uuid import UUID
 
 from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.message import Message
-from outbox.rocketmq import exhausted
-from outbox.rocketmq.admin import Admin, Stored, end_of_queue, messages_in, read_stored
-from outbox.rocketmq.exhausted import READER
-from outbox.rocketmq.left import CHECKER, HALVES, by_queue, dead_letter_topic
-from outbox.rocketmq.unasked import asked_of_group, decided_offsets
+from outbox.ports import LeftoverWork
+from outbox.rocketmq import stranded
+from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, by_queue, end_of_queue, messages_in, read_stored
+from outbox.rocketmq.declarations import wire_name
+from outbox.rocketmq.stranded import READER, asked_of_group, decided_offsets
 from outbox.rocketmq.wire import asked, from_wire
 
 _QUERY: Final = 12
+_TIMER_PROGRESS: Final = 60
 _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
 _ALL_GROUPS: Final = 201
@@ -31,6 +34,8 @@ _OK: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
 _NOT_FOUND: Final = frozenset((17, 22))
 _MOST_FOUND: Final = 64
+_REVIVE: Final = "rmq_sys_REVIVE_LOG_"
+_TIMERS: Final = "rmq_sys_wheel_timer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +176,13 @@ def _retry_topic(broker: Admin, group: str, topic: str) -> str:
 # -- dead letters ---------------------------------------------------------------------------------------
 
 
+def _dead_letter_topic(broker: Admin, group: str) -> str:
+    return f"%DLQ%{broker.name(group)}"
+
+
 def count_dead_letters(brokers: Sequence[Admin], group: str) -> int:
     """Return the number of dead letters of a group that RocketMQ still has. Raises BrokerError."""
-    ranges = (_ranges(broker, dead_letter_topic(broker, group)) for broker in brokers)
+    ranges = (_ranges(broker, _dead_letter_topic(broker, group)) for broker in brokers)
     return sum(end - first for of_broker in ranges for first, end in of_broker.values())
 
 
@@ -181,7 +190,7 @@ def dead_letters(brokers: Sequence[Admin], group: str) -> list[Letter]:
     """Return all dead letters of a group that RocketMQ still has, newest first. Raises BrokerError."""
     found: list[Letter] = []
     for broker in brokers:
-        topic = dead_letter_topic(broker, group)
+        topic = _dead_letter_topic(broker, group)
         for queue, (first, _) in _ranges(broker, topic).items():
             for stored in read_stored(broker, READER, topic, first, queue):
                 message = _message(broker, stored, group)
@@ -227,8 +236,8 @@ def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]
                     found[half.message.message_id] = half
         for message_id in decided:
             found.pop(message_id, None)
-        begin = broker.stored_offset(exhausted.offsets_of(producer_group, broker.namespace), exhausted.TOPIC)
-        for stored in read_stored(broker, READER, exhausted.TOPIC, begin):
+        begin = broker.stored_offset(stranded.offsets_of(producer_group, broker.namespace), stranded.TOPIC)
+        for stored in read_stored(broker, READER, stranded.TOPIC, begin):
             for half in _half(broker, stored, producer_group, is_given_up=True):
                 found[half.message.message_id] = half
     return sorted(found.values(), key=lambda one: one.sent_at)
@@ -261,11 +270,11 @@ def find(brokers: Sequence[Admin], key: str, topics: Iterable[str], groups: Iter
     """
     found: dict[tuple[str, int, str], Copy] = {}
     for broker in brokers:
-        places = [("half message", HALVES, ""), ("given up by check-back", exhausted.TOPIC, "")]
+        places = [("half message", HALVES, ""), ("given up by check-back", stranded.TOPIC, "")]
         places += [("published", broker.name(topic), "") for topic in topics]
         for group, topic in groups:
             places.append((f"retry of group {group}", _retry_topic(broker, group, topic), group))
-            places.append((f"dead letter of group {group}", dead_letter_topic(broker, group), group))
+            places.append((f"dead letter of group {group}", _dead_letter_topic(broker, group), group))
         for place, topic, group in places:
             for stored in _query(broker, topic, key):
                 copy = _copy(broker, stored, place, group)
@@ -305,45 +314,6 @@ def _query(broker: Admin, topic: str, key: str) -> Iterator[Stored]:
         # The index stores a hash of the key, so it may return other messages too.
         if key in stored.properties.get("KEYS", "").split(" "):
             yield stored
-
-
-def newest(brokers: Sequence[Admin], topic: str, limit: int) -> list[Copy]:
-    """Return the newest messages of a topic, the newest first. Raises BrokerError."""
-    found: list[Copy] = []
-    for broker in brokers:
-        name = broker.name(topic)
-        for queue, (first, end) in _ranges(broker, name).items():
-            for stored in read_stored(broker, READER, name, max(first, end - limit), queue):
-                copy = _copy(broker, stored, "published", "")
-                if copy is not None:
-                    found.append(copy)
-    return sorted(found, key=lambda one: one.stored_at, reverse=True)[:limit]
-
-
-def offsets(brokers: Sequence[Admin], group: str, topics: Iterable[str]) -> list[dict[str, object]]:
-    """Return one row for each queue of a group's topics: broker, topic, queue, offset, end, lag. Raises BrokerError."""
-    rows: list[dict[str, object]] = []
-    wanted = list(topics)
-    for broker in brokers:
-        status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": broker.name(group)})
-        _require(
-            status, answer, f"the offsets of group {group!r}. If the group is missing, run outbox_install --create"
-        )
-        for queue, at in by_queue(body):
-            for topic in wanted:
-                if queue["topic"] in (broker.name(topic), _retry_topic(broker, group, topic)):
-                    position = max(0, at["consumerOffset"])
-                    rows.append(
-                        {
-                            "broker": _named(broker),
-                            "topic": queue["topic"],
-                            "queue": queue["queueId"],
-                            "offset": position,
-                            "end": at["brokerOffset"],
-                            "lag": max(0, at["brokerOffset"] - position),
-                        }
-                    )
-    return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
 
 
 def missing(brokers: Sequence[Admin], topics: Iterable[str], groups: Iterable[str]) -> Iterator[str]:
@@ -401,3 +371,106 @@ def _moment(milliseconds: int) -> datetime:
 def _require(status: int, answer: Mapping[str, object], what: str) -> None:
     if status != _OK:
         raise BrokerError(f"RocketMQ did not return {what}: {answer.get('remark') or f'code {status}'}.")
+
+
+# -- unfinished work ------------------------------------------------------------------------------------
+#
+# RocketMQ keeps the undecided half messages of all services in one internal queue. Another one has messages of all
+# services: those that consumers have received but not acknowledged, and those that wait for a retry. So the counts of
+# these two queues include the messages of other services.
+
+
+class Timers:
+    """Counts the delayed messages of the brokers, which RocketMQ keeps in a queue of its own.
+
+    Use one instance for all counts, because an instance reads each delayed message only once.
+
+    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash of RocketMQ, the changes of
+    the last seconds are missing in these counts, permanently. So a count of RocketMQ may become negative, or may never
+    become zero.
+    """
+
+    def __init__(self) -> None:
+        self._read: Counter[Admin] = Counter()
+        self._waiting: dict[Admin, list[tuple[int, str]]] = {}
+
+    def waiting(self, broker: Admin) -> Counter[str]:
+        """Return the number of delayed messages per topic, by the topic's name in RocketMQ. Raises BrokerError."""
+        status, answer, body = broker.ask(_TIMER_PROGRESS, {})
+        _require(status, answer, "its delayed messages")
+        # RocketMQ has delivered all delayed messages that were due before the time `reached`.
+        (reached,) = struct.unpack_from(">q", body)
+        waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
+        for message in read_stored(broker, READER, _TIMERS, self._read[broker]):
+            self._read[broker] = message.offset + 1
+            due = int(message.properties.get("TIMER_OUT_MS", 0))
+            if due >= reached:
+                waiting.append((due, message.properties.get("REAL_TOPIC", "")))
+        self._waiting[broker] = waiting
+        return Counter(topic for _, topic in waiting)
+
+
+def left(
+    brokers: Sequence[Admin],
+    subscriptions: Iterable[tuple[str, str]],
+    topics: Iterable[str],
+    timers: Timers,
+    *,
+    producer_group: str = "",
+) -> LeftoverWork:
+    """Return the unfinished work of subscriptions (group, topic), topics and producer group. Raises BrokerError."""
+    found = Counter[str]()
+    dead = Counter[str]()
+    groups: dict[str, set[str]] = {}
+    for group, topic in subscriptions:
+        groups.setdefault(group, set()).add(topic)
+    written = 0
+    for broker in brokers:
+        # The counts below follow the way of a message through the broker. So if a message moves while this code counts,
+        # a later count or `written` includes the message.
+        halves = end_of_queue(broker, HALVES)
+        undecided = halves - broker.stored_offset(CHECKER, HALVES)
+        written += halves
+        found["half messages (of all services) are undecided, or RocketMQ has not processed their decision yet"] += (
+            undecided
+        )
+        given_up = stranded.waiting(broker, producer_group) if producer_group else 0
+        found["half messages were given up by RocketMQ's check-back, and the ledger was not asked about them"] += (
+            given_up
+        )
+        delayed = timers.waiting(broker)
+        for topic in topics:
+            found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[broker.name(topic)]
+        held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
+        found["messages (of all services) are at a consumer, were at a consumer a moment ago, or wait for a retry"] += (
+            held
+        )
+        for group, subscribed in groups.items():
+            ends, lag = _group(broker, group, subscribed)
+            written += ends
+            found[f"messages were not handled by group {group!r}"] += lag
+            letters = f"messages of group {group!r} are dead letters (topic %DLQ%{wire_name(group)})"
+            dead[letters] += count_dead_letters([broker], group)
+    return LeftoverWork(_said(found), _said(dead), written)
+
+
+def _said(counts: Counter[str]) -> list[str]:
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
+    """Return two numbers: messages ever written for the group (with redeliveries), and unacknowledged messages."""
+    status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": broker.name(group)})
+    if status:
+        raise BrokerError(f"RocketMQ has no consumer group {group!r}: {answer.get('remark') or status}.")
+    end, lag, seen = 0, 0, set()
+    for queue, offsets in by_queue(body):
+        seen.add(queue["topic"])
+        end += offsets["brokerOffset"]
+        lag += max(0, offsets["brokerOffset"] - max(0, offsets["consumerOffset"]))
+    if missing := sorted(topic for topic in topics if broker.name(topic) not in seen):
+        raise BrokerError(
+            f"RocketMQ has no offsets of group {group!r} on topic {missing[0]!r}. If the group does not exist there, "
+            f"create it with `manage.py outbox_install --create`."
+        )
+    return end, lag

@@ -20,8 +20,6 @@ from outbox.codec import JsonCodec
 from outbox.events.compatibility import differences
 from outbox.events.shapes import ShapeError, shape_of
 
-msgspec = pytest.importorskip("msgspec")
-
 # A field: its annotation, and whether it has a default. A type: its fields.
 Field = tuple[Any, bool]
 Fields = dict[str, Field]
@@ -153,14 +151,6 @@ def as_model(fields: Fields) -> Any:
     return pydantic.create_model(f"Made{next(_numbers)}", **made)
 
 
-def as_struct(fields: Fields) -> Any:
-    made = []
-    for name, (annotation, has_default) in fields.items():
-        kind = annotation_of(annotation, as_struct)
-        made.append((name, kind, default_of(annotation)) if has_default else (name, kind))
-    return msgspec.defstruct(f"Made{next(_numbers)}", made, kw_only=True)
-
-
 def values(annotation: Any, kind: Any) -> st.SearchStrategy[Any]:
     if isinstance(annotation, Nested):
         return instances(dict(annotation.fields), kind)
@@ -191,10 +181,7 @@ def instances(fields: Fields, kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **parts)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [as_dataclass, pytest.param(as_model, marks=pytest.mark.slow), pytest.param(as_struct, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("make", [as_dataclass, pytest.param(as_model, marks=pytest.mark.slow)])
 def test_an_allowed_change_breaks_no_reader(make: Any) -> None:
     codec = JsonCodec()
     counts = {"allowed": 0, "refused": 0, "refused and broken": 0}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -16,10 +13,8 @@ import pytest
 
 from outbox.errors import ConfigurationError
 from outbox.events import declaration, event, upcast
-from outbox.events.asyncapi import Service, asyncapi, example, json_schema
 from outbox.events.contract import check, declared_contracts, read_contracts, write_contracts, written
-from outbox.events.declaration import EventType, find_event, read_event
-from outbox.subscription import Subscription
+from outbox.events.declaration import EventType, find_event
 
 NO_DEFAULT: Any = object()
 
@@ -118,87 +113,3 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "paid.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"paid\.json is no contract"):
         read_contracts(tmp_path)
-
-
-# -- documents for other teams ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Line:
-    sku: str
-    price: Decimal
-    parts: list[Line] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Order:
-    number: int
-    lines: list[Line]
-    size: tuple[int, float]
-    at: datetime
-    state: Literal["paid", "sent"]
-    notes: dict[str, str | None]
-    code: bytes = b""
-
-
-def service() -> dict[str, Any]:
-    event("order.paid", topic="orders", version=2)(Order)
-    event("stock.low", publisher="warehouse")(Line)
-    groups = [Subscription(topic="orders", group="points"), Subscription(topic="plain", group="mail", filter="a || b")]
-    return asyncapi(Service("Shop", "1.0.0", ["orders", "unread"]), declaration.events(), groups)
-
-
-def test_examples_are_events_that_a_handler_reads() -> None:
-    service()
-    for one in declaration.events():
-        assert isinstance(read_event((one.kind,), one.topic, one.headers, example(json_schema(one))), one.kind)
-
-
-def test_the_document_names_publishers_and_consumers() -> None:
-    document = service()
-    assert {name: list(one["messages"]) for name, one in document["channels"].items()} == {
-        "orders": ["order.paid.v2"],
-        "plain": ["untyped"],
-        "stock.low": ["stock.low.v1"],
-        "unread": ["untyped"],
-    }
-    assert {name: one["action"] for name, one in document["operations"].items()} == {
-        "send.orders": "send",
-        "receive.points.orders": "receive",
-        "receive.mail.plain": "receive",
-    }
-    # Each reference of the document leads to a part of it.
-    for reference in _references(document):
-        part: Any = document
-        for name in reference.removeprefix("#/").split("/"):
-            part = part[name]
-
-
-def _references(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        yield from ([part["$ref"]] if "$ref" in part else [])
-        for inner in part.values():
-            yield from _references(inner)
-    elif isinstance(part, list):
-        for inner in part:
-            yield from _references(inner)
-
-
-PARSE = """
-const { Parser } = require("@asyncapi/parser");
-new Parser().parse(require("fs").readFileSync("service.json", "utf8")).then(({ document, diagnostics }) => {
-  const wrong = diagnostics.filter((one) => one.severity === 0);
-  console.log(JSON.stringify({ wrong, title: document && document.info().title() }));
-});
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which brings @asyncapi/parser")
-def test_the_official_parser_accepts_the_document(tmp_path: Path) -> None:
-    (tmp_path / "service.json").write_text(json.dumps(service()))
-    (tmp_path / "parse.js").write_text(PARSE)
-    subprocess.run(["npm", "install", "--silent", "@asyncapi/parser@3"], cwd=tmp_path, check=True, timeout=240)
-    done = subprocess.run(["node", "parse.js"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout) == {"wrong": [], "title": "Shop"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.schedule import Schedule, declare, pause
 from tests.django.broker_world import World
 from tests.django.test_actions import Given, case, rows
 
 
 def schedule(world: World) -> Given:
-    hourly = Schedule(producer_group="shop", name="report", topic="orders", cron=Cron("0 * * * *", "UTC"))
+    hourly = Schedule(producer_group="shop", name="report", topic="orders", expression="0 * * * *")
     declare(world.run, "shop", [hourly])
     return {"schedule": "report"}
 

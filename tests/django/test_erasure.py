@@ -38,7 +38,6 @@ from outbox.contrib.erasure import broker_rows, erasing
 from outbox.contrib.erasure.erasing import repeat_erasures
 from outbox.contrib.erasure.erasure_list import ErasureFile
 from outbox.contrib.erasure.models import ErasureEntry
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.contrib.rocketmq.models import DeadLetterNote, RelayEntry
 from outbox.contrib.saga.models import SagaProgress
@@ -165,7 +164,6 @@ def fill(world: World) -> list[UUID]:
         output="out", run="1", rule="r", finding_class="MISMATCH", severity="error", key=MARK, detail=MARK, row=MARK,
         body=MARK, message_id=str(queued.message_id), step={"key": MARK},
     )  # fmt: skip
-    ForwardEndpoint.objects.create(group="partner", last_error=f"Rejected: {MARK}")
     RaisedCondition.objects.create(
         name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
     )  # fmt: skip
@@ -205,7 +203,7 @@ EVERYWHERE: Final = {
         "outage", "queue_lease", "unknown_version", "schedule", "slot", "slot_demand",
     )),
     *(f"default:public.outbox_{name}" for name in (
-        "step", "unique", "saga", "finding", "endpoint", "raised_condition", "operator_action", "task",
+        "step", "unique", "saga", "finding", "raised_condition", "operator_action", "task",
         "dead_letter_note", "reconciliation", "relay",
     )),
 }  # fmt: skip

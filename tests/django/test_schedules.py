@@ -26,7 +26,6 @@ from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.prometheus.serving import state
 from outbox.contrib.schedules import scheduled
-from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.declaring import check_schedules, declare_schedules
 from outbox.contrib.schedules.publishing import run_once
 from outbox.contrib.schedules.schedule import TIME_HEADER, Missed, Schedule, declare, list_schedules
@@ -214,7 +213,9 @@ def test_a_test_runs_a_schedule_by_its_name(kind: Any, handled: list[Delivery]) 
 
 
 def declared(world: World, name: str = "report", **options: Any) -> None:
-    one = Schedule(producer_group="shop", name=name, topic="orders", cron=Cron("0 3 * * *", "Europe/Berlin"), **options)
+    one = Schedule(
+        producer_group="shop", name=name, topic="orders", expression="0 3 * * *", timezone="Europe/Berlin", **options
+    )
     declare(world.run, "shop", [one])
 
 

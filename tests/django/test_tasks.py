@@ -25,7 +25,7 @@ from outbox.contrib.tasks.api import (
     task_started,
 )
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.registration import register_backends
+from outbox.contrib.tasks.running import register_backends
 from outbox.errors import ConfigurationError
 from tests.django.configured import TASKS
 from tests.django.shop import tasks
@@ -123,18 +123,14 @@ def test_coroutines(outbox: InMemoryOutbox) -> None:
     assert effects() == ["1"]
 
 
-def test_the_most_urgent_task_comes_first(outbox: InMemoryOutbox) -> None:
-    for priority in (-100, 0, 100, 7):
-        tasks.note.using(priority=priority).enqueue(str(priority))
-    # Of two that are as urgent, either may be the first.
-    tasks.note.using(priority=7).enqueue("7")
-    assert outbox.drain() >= 5, "the message of a task that has been run already runs none"
-    assert list(Effect.objects.order_by("pk").values_list("number", flat=True)) == ["100", "7", "7", "0", "-100"]
+def test_a_priority_is_refused() -> None:
+    with pytest.raises(InvalidTask, match="priority"):
+        tasks.note.using(priority=7)
 
 
 def test_a_task_waits_until_it_may_run(outbox: InMemoryOutbox) -> None:
     soon = timezone.now() + timedelta(minutes=1)
-    result = tasks.note.using(run_after=soon, priority=100).enqueue("later")
+    result = tasks.note.using(run_after=soon).enqueue("later")
     tasks.note.using(run_after=timezone.now() - timedelta(minutes=1)).enqueue("past")
     tasks.note.enqueue("now")
     assert outbox.drain() == 2
@@ -144,14 +140,6 @@ def test_a_task_waits_until_it_may_run(outbox: InMemoryOutbox) -> None:
     result.refresh()
     assert result.is_finished
     assert result.task.run_after == soon
-
-
-def test_a_postponed_task_that_lets_a_more_urgent_one_pass_is_run_by_its_message(outbox: InMemoryOutbox) -> None:
-    tasks.note.using(run_after=timezone.now() + timedelta(minutes=1)).enqueue("patient")
-    outbox.broker.advance(61)
-    tasks.note.using(priority=50).enqueue("urgent")
-    assert outbox.drain() >= 2, "if the postponed task's message comes first, the task gets another one"
-    assert list(Effect.objects.order_by("pk").values_list("number", flat=True)) == ["urgent", "patient"]
 
 
 def test_queues_have_groups_of_their_own() -> None:

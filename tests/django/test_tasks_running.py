@@ -5,10 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -25,11 +23,9 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.drain import drain, queue_messages
 from outbox.contrib.tasks import stranded
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.registration import register_backends
 from outbox.contrib.tasks.results import error_of
+from outbox.contrib.tasks.running import register_backends
 from outbox.subscription import Subscription
-from tests.broker.support import let_time_pass
-from tests.django.configured import TASKS
 from tests.django.processes import ROOT, environment, process
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
@@ -68,36 +64,10 @@ def test_many_threads_run_each_task_once(databases: None) -> None:
     numbers = [f"{number:03}" for number in range(60)]
     with transaction.atomic():
         for number in numbers:
-            tasks.note.using(priority=int(number)).enqueue(number)
-    assert drain().handled >= len(numbers), "the message of a task that has been run already runs none"
+            tasks.note.enqueue(number)
+    assert drain().handled == len(numbers)
     assert effects() == numbers
     assert set(TaskEntry.objects.values_list("status", flat=True)) == {"SUCCESSFUL"}
-
-
-RETRIES = {**TASKS["default"], "OPTIONS": {"max_attempts": 2, "delays_seconds": [30]}}
-
-
-def test_postponed_and_retried_tasks_all_run_among_more_urgent_ones(databases: None) -> None:
-    """A handler that runs a more urgent entry must not lock its own, or that entry's message finds nothing to run."""
-    with override_settings(TASKS={"default": RETRIES}):
-        register_backends()
-        soon = timezone.now() + timedelta(seconds=30)
-        for number in "12":
-            tasks.note.using(run_after=soon).enqueue(f"postponed {number}")
-            tasks.fail_first.enqueue(f"retried {number}")
-        drain()
-        with broker_connection() as (connection, _):
-            let_time_pass(connection, 60)
-        queue_messages()  # The messages of what was postponed are queued before those of what is urgent.
-        for number in "1234":
-            tasks.nap.using(priority=50).enqueue(f"urgent {number}")
-        drain()
-    assert [str(entry) for entry in TaskEntry.objects.exclude(status="SUCCESSFUL")] == []
-    assert Counter(kind for kind, _, _ in map(str.partition, effects(), repeat(" "))) == {
-        "postponed": 2,
-        "retried": 2,
-        "urgent": 4,
-    }
 
 
 class ToLite:
@@ -156,16 +126,16 @@ def test_a_worker_killed_around_commit_runs_the_task_once(databases: None, point
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> None:
-    """Urgent, postponed and retried tasks in one queue; a consumer is killed three times while they run.
+    """Slow, postponed and retried tasks in one queue; a consumer is killed three times while they run.
 
     No process has the role `check`: a pass that publishes messages again would hide an entry without one.
     """
     numbers = [f"{number:03}" for number in range(60)]
     for number in numbers:
         soon = timezone.now() + timedelta(seconds=int(number) % 7)
-        tasks.note.using(priority=int(number) % 3, run_after=soon).enqueue(f"postponed {number}")
-        tasks.fail_first.using(priority=int(number) % 5).enqueue(f"retried {number}")
-        tasks.nap.using(priority=int(number) % 11).enqueue(f"urgent {number}")
+        tasks.note.using(run_after=soon).enqueue(f"postponed {number}")
+        tasks.fail_first.enqueue(f"retried {number}")
+        tasks.nap.enqueue(f"slow {number}")
     started: Any = {"variables": {"DJANGO_SETTINGS_MODULE": SETTINGS}, "quiet": True}
     child = ["-m", "outbox.contrib.django.worker.child"]
     with process([*child, "broker"], **started), process([*child, "consumer"], **started):
@@ -180,31 +150,28 @@ def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> Non
                 what=lambda: str(list(TaskEntry.objects.filter(status="READY"))[:5]),
             )
     assert set(TaskEntry.objects.values_list("status", flat=True)) == {"SUCCESSFUL"}
-    kinds = ("postponed", "retried", "urgent")
+    kinds = ("postponed", "retried", "slow")
     assert effects() == sorted(f"{kind} {number}" for kind in kinds for number in numbers)
 
 
 def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None) -> None:
-    """Of one whose message the broker has lost, one whose message was consumed, and one from before migration 0002."""
-    lost, consumed, old, waits = (tasks.note.enqueue(str(number)) for number in range(4))
-    queue_messages()
+    """One whose message the broker has lost, and one whose message was consumed."""
+    lost, consumed, waits = (tasks.note.enqueue(str(number)) for number in range(3))
+    settle()
     _lose(lost.id)
     drain()
-    TaskEntry.objects.filter(pk__in=[consumed.id, old.id]).update(status="READY", attempts=0, finished_at=None)
+    TaskEntry.objects.filter(pk=consumed.id).update(status="READY", attempts=0, finished_at=None)
     Effect.objects.all().delete()
-    TaskEntry.objects.filter(pk=old.id).update(message_id=None, announced_at=None)
     assert stranded_tasks() == {}, "they may be on their way"
-    TaskEntry.objects.update(enqueued_at=long_ago())
-    TaskEntry.objects.exclude(pk=old.id).update(announced_at=long_ago())
+    TaskEntry.objects.update(announced_at=long_ago())
     assert stranded_tasks() == {
         lost.id: "the broker does not have the message of the task",
         consumed.id: "the message of the task was consumed, but the task did not run",
-        old.id: "the broker does not have the message of the task",
     }
-    assert stranded.mend() == {"published": 3, "failed": 0}
+    assert stranded.mend() == {"published": 2, "failed": 0}
     assert (stranded.mend(), stranded_tasks()) == ({"published": 0, "failed": 0}, {})
     drain()
-    assert effects() == ["0", "1", "2"]
+    assert effects() == ["0", "1"]
     waits.refresh()
     assert waits.is_finished
 

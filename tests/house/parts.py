@@ -214,7 +214,6 @@ PARTS: Final = (
             "django/faults_of_tasks.py",
             "django/task_settings.py",
             "django/test_tasks.py",
-            "django/test_tasks_model.py",
             "django/test_tasks_running.py",
         ),
     ),

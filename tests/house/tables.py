@@ -31,7 +31,7 @@ from outbox.contrib.forwarding.settings import DeclaredForward
 from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
 from outbox.contrib.receiving.settings import DeclaredReceive
 from outbox.contrib.schedules.settings import DeclaredSchedule
-from outbox.contrib.tasks.options import TaskOptions
+from outbox.contrib.tasks.backend import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts
 from tests.house.parts import ROOT

@@ -10,7 +10,7 @@ import pytest
 
 from outbox.message import Message
 from outbox.rocketmq.broker import RocketMQBroker
-from outbox.rocketmq.left import Timers, left
+from outbox.rocketmq.inspection import Timers, left
 from outbox.topic import MessageType, Topic
 from tests.rocketmq.conftest import running_server, unique
 from tests.rocketmq.test_engine import consuming

@@ -15,7 +15,7 @@ from outbox.errors import BrokerError
 from outbox.message import Message
 from outbox.rocketmq.admin import read_stored
 from outbox.rocketmq.broker import RocketMQBroker
-from outbox.rocketmq.exhausted import READER
+from outbox.rocketmq.stranded import READER
 from outbox.topic import Topic
 from tests.rocketmq.cluster import BROKERS, RocketMQCluster
 from tests.rocketmq.conftest import PROGRAMS, unique

@@ -129,19 +129,6 @@ def test_one_id_of_two_senders_is_two_messages(bench: ConsumptionBench, events: 
     assert len(bench.rows("SELECT DISTINCT headers FROM outbox.commit_log")) == len(events), "the headers name both"
 
 
-def test_the_events_of_a_batch_are_messages_of_their_own(bench: ConsumptionBench) -> None:
-    events = [{"id": "1", "source": "/a"}, {"id": "1", "source": "/b"}, {"id": "2", "source": "/a", "data": "ü"}]
-
-    def batch(*chosen: int) -> Incoming:
-        body = json.dumps([events[number] for number in chosen]).encode()
-        return incoming("of the batch", body, content_type="application/cloudevents-batch+json; charset=utf-8")
-
-    # The second batch repeats two events of the first one, and the third one is empty.
-    source = ListSource(batch(0, 1), batch(1, 2, 0), batch())
-    receiver(bench, source).run_once()
-    assert (source.messages, [json.loads(body) for body in stored(bench)]) == ([], events)
-
-
 def test_an_event_keeps_its_type_on_the_way_through_a_cloud_event() -> None:
     headers = {"ce-id": "1", "ce-source": "/shop", "ce-dataschema": "urn:event:order.paid:2"}
     found = dict(convert(incoming("1", headers=headers), "partner", "orders").headers)

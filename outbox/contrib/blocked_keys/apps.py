@@ -23,5 +23,5 @@ class OutboxBlockedKeysConfig(AppConfig):
         hooks.add_schema("blocked_keys", f"{self.name}.schema", content=content)
         hooks.add_handler_wrapper(BlockKey, f"{self.name}.calling.unless_blocked")
         hooks.add_leader_work("blocked_keys", f"{self.name}.releasing.Releasing")
-        hooks.add_conditions(f"{self.name}.conditions", of_broker=True)
+        hooks.add_conditions(f"{self.name}.blocking", of_broker=True)
         hooks.add_actions(f"{self.name}.actions")

@@ -5,13 +5,15 @@ The trigger `follow_dead_letter` of the schema adds the rows, in the transaction
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold, fact_of
+from outbox.broker.operations.state import BrokerState
 from outbox.subscription import Subscription
 
 # The first message of the key of a message, if it is before this message in the log. Then also whether this message
@@ -98,3 +100,26 @@ def unblock(run: Executor, group: str, topic: str, key: str) -> None:
 def replace_keys(run: Executor, values: Mapping[str, Any]) -> int:
     """Replace the keys of a person's messages, as in the log. Return their number; they keep their order."""
     return run.count(_REPLACE, values)
+
+
+# -- the condition ---------------------------------------------------------------------------------
+
+
+CONDITIONS: Final = Declarations[BrokerState]()
+BLOCKED_KEY_SECONDS: Final = Threshold(
+    "blocked_key_seconds", 60, 3600, "seconds", "time since a dead letter blocks its key, if later messages wait for it"
+)
+
+
+@CONDITIONS.declare(
+    meaning="A dead letter blocks its key, and later messages of the key wait.",
+    next_step="Correct the cause of its error. Then replay it with `outbox_dead_letter replay`, or discard it; the "
+    "waiting messages follow in order. `outbox_group unblock` lets them pass.",
+    concern=Concern.WAITING,
+    thresholds=(BLOCKED_KEY_SECONDS,),
+)
+def blocked_key(state: BrokerState) -> Iterator[Judged]:
+    for one in state.once(list_blocked_keys):
+        severity, since = state.judge(BLOCKED_KEY_SECONDS, one.blocked_seconds), one.blocked_seconds
+        named = ("group", "topic", "key", "waiting")
+        yield severity, fact_of(one, *named, message_id=str(one.message_id), since_seconds=since)

@@ -6,8 +6,7 @@ from django.apps import AppConfig
 from django.db.models.signals import post_migrate
 
 from outbox import hooks
-from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
-from outbox.contrib.encryption.settings import EncryptionSettings
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE, EncryptionSettings
 from outbox.hooks import BodyForm, DeletedKeys, when_called
 
 hooks.add_settings(EncryptionSettings)

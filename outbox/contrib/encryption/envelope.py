@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from outbox.codec import Codecs
-from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE
 from outbox.erased import ERASED, Erased
 from outbox.errors import ConfigurationError
 

@@ -22,8 +22,8 @@ from outbox import hooks
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.database.transactions import in_test_case
 from outbox.contrib.django.settings.conf import settings_of
-from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
-from outbox.contrib.encryption.settings import EncryptionSettings
+from outbox.contrib.encryption.models import SubjectKey
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE, EncryptionSettings
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
 from outbox.hooks import ShownBody
 from outbox.utils.safe_text import shown_value
@@ -96,8 +96,6 @@ class StoredKeys:
             raise
 
     def _find_or_create(self, subject: str) -> tuple[UUID, bytes]:
-        from outbox.contrib.encryption.models import SubjectKey
-
         connection = connections[self._alias]
         if connection.in_atomic_block and not in_test_case(connection):
             raise UsageError(
@@ -117,8 +115,6 @@ class StoredKeys:
         return row.key_id, self._encryption.unwrap(bytes(row.wrapped or b""))
 
     def _find(self, key_id: UUID) -> bytes | None:
-        from outbox.contrib.encryption.models import SubjectKey
-
         with self._answering("The message waits."):
             row = SubjectKey.objects.using(self._alias).filter(key_id=key_id).first()
         if row is None:
@@ -154,8 +150,6 @@ class StoredKeys:
 
     def id_of(self, subject: str) -> UUID | None:
         """Return the id of a subject's key; None if the subject has no key."""
-        from outbox.contrib.encryption.models import SubjectKey
-
         found: UUID | None = (
             SubjectKey.objects.using(self._alias).filter(subject=subject).values_list("key_id", flat=True).first()
         )
@@ -163,15 +157,11 @@ class StoredKeys:
 
     def deleted(self) -> set[UUID]:
         """Return the ids of all deleted keys."""
-        from outbox.contrib.encryption.models import SubjectKey
-
         rows = SubjectKey.objects.using(self._alias).filter(deleted_at__isnull=False)
         return set(rows.values_list("key_id", flat=True))
 
     def delete(self, key_id: UUID) -> bool:
         """Delete a key and the name of its subject, and keep its id. Return False if it was deleted before."""
-        from outbox.contrib.encryption.models import SubjectKey
-
         rows = SubjectKey.objects.using(self._alias)
         with transaction.atomic(using=self._alias):
             rows.get_or_create(key_id=key_id, defaults={"created_at": timezone.now()})
@@ -183,8 +173,6 @@ class StoredKeys:
 
     def rotate(self, *, dry_run: bool) -> int:
         """Encrypt all keys with the first key-encrypting key, and return the number of changed rows."""
-        from outbox.contrib.encryption.models import SubjectKey
-
         rows, changed = SubjectKey.objects.using(self._alias), 0
         for row in rows.filter(deleted_at__isnull=True).iterator(chunk_size=1000):
             wrapped = bytes(row.wrapped or b"")
@@ -271,8 +259,6 @@ def after_migrate(*, using: str, **options: Any) -> None:
 
 def create_key_table(alias: str) -> None:
     """Create the table of the subjects' keys, if it is missing. No migration creates it on the other aliases."""
-    from outbox.contrib.encryption.models import SubjectKey
-
     connection = connections[alias]
     if SubjectKey._meta.db_table not in connection.introspection.table_names():
         with connection.schema_editor() as editor:

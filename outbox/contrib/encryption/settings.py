@@ -1,11 +1,15 @@
-"""The settings of encryption per subject."""
+"""The settings of encryption per subject, and the content type of an encrypted body."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from outbox.codec import OWN_CONTENT_TYPES
 from outbox.contrib.django.settings.definition import or_none, setting, text, texts
+
+ENCRYPTED_CONTENT_TYPE: Final = f"{OWN_CONTENT_TYPES}encrypted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox import hooks
-from outbox.contrib.encryption.content_type import ENCRYPTED_CONTENT_TYPE
+from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE
 from outbox.errors import BrokerUnavailable, ConfigurationError, HandlerNotStarted
 from outbox.hooks import Draft, Option
 from outbox.utils.safe_text import shown_text

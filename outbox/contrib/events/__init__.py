@@ -15,7 +15,7 @@ __all__ = ["Events"]
 hooks.add_message_types(
     "events",
     hooks.MessageTypes(
-        message="outbox.contrib.events.publishing.event_message",
+        message="outbox.contrib.events.option.event_message",
         topic="outbox.contrib.events.option.topic_of",
         option="outbox.contrib.events.option.option_of",
         advice="write @event(…) above the class",
@@ -33,4 +33,4 @@ hooks.add_subscription_rows(
     process_ended="outbox.contrib.events.waiting.forget_instance",
     expired="outbox.contrib.events.waiting.forget_the_dead",
 )
-hooks.add_conditions("outbox.contrib.events.conditions", of_broker=True)
+hooks.add_conditions("outbox.contrib.events.waiting", of_broker=True)

@@ -1,11 +1,16 @@
-"""The option of a subscription whose handler gets events. It usually comes from the annotation of the handler."""
+"""What the core asks about typed events: the message, topic and option of a type.
+
+See decision 251.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from outbox.errors import ConfigurationError
+from outbox import names
+from outbox.declared_types import NOT_GIVEN
+from outbox.errors import ConfigurationError, UsageError
 from outbox.events.declaration import expected_events, find_event, read_event
 from outbox.subscription import SubscriptionOption
 
@@ -52,3 +57,34 @@ def option_of(annotation: Any, kind: type | None) -> Events | None:
     """
     kinds = expected_events(annotation) or (() if kind is None else (kind,))
     return Events(*kinds) if kinds else None
+
+
+def event_message(
+    value: object, body: object, key: object, tag: str, headers: Mapping[str, str] | None
+) -> tuple[str, Any, object, str, dict[str, str]] | None:
+    """Return the topic, body, key, tag and headers of the message of an event; None for another value.
+
+    Raises UsageError.
+    """
+    declared = find_event(type(value))
+    if declared is None:
+        return None
+    if body is not NOT_GIVEN:
+        raise UsageError(
+            f"publish: the event {declared.name!r} was passed together with a body. Nothing was published. Pass the "
+            "event alone: its type has the topic."
+        )
+    if headers is not None:
+        names.check_headers(headers)
+    if headers and (taken := sorted(set(headers) & set(declared.headers))):
+        raise UsageError(
+            f"event {declared.name!r}: the headers {', '.join(taken)} come from the type of the event. Nothing was "
+            "published. Give your headers other names."
+        )
+    return (
+        declared.topic,
+        declared.body_of(value),
+        key if not isinstance(key, str) or key else declared.key_of(value),
+        tag or declared.tag_of(value),
+        {**(headers or {}), **declared.headers},
+    )

@@ -1,16 +1,18 @@
-"""Tells operators which versions of events wait for newer code: the table `unknown_version`."""
+"""Tells operators which versions of events wait for newer code: the table `unknown_version`, and a condition."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.consumer.work import Result
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.state import BrokerState
 from outbox.events import UnknownEventVersion
 from outbox.utils.safe_text import shown_text
 
@@ -107,3 +109,37 @@ def erase_errors(run: Executor, values: Mapping[str, Any]) -> int:
 
 def _of(key: tuple[int, int]) -> dict[str, int]:
     return {"group_id": key[0], "topic_id": key[1]}
+
+
+# -- the condition -----------------------------------------------------------------------------------
+
+CONDITIONS: Final = Declarations[BrokerState]()
+
+# While a message waits, its consumer meets it again at least once a minute (LONGEST_WAIT_SECONDS), so a report that is
+# older than three minutes does not count.
+_UNKNOWN_VERSIONS: Final = Statement("""
+SELECT consumer_group.name AS group, topic.name AS topic, event, version, count(*) AS consumers,
+       max(extract(epoch FROM clock_timestamp() - since))::double precision AS since_seconds,
+       (array_agg(error ORDER BY seen_at DESC))[1] AS error
+FROM {schema}.unknown_version JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+WHERE seen_at > clock_timestamp() - interval '180 seconds'
+  AND EXISTS (SELECT FROM {schema}.consumer
+              WHERE consumer.instance_id = unknown_version.instance_id AND expires_at > clock_timestamp())
+GROUP BY 1, 2, 3, 4 ORDER BY since_seconds DESC
+""")
+
+
+def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
+    return run.objects(dict, _UNKNOWN_VERSIONS)
+
+
+@CONDITIONS.declare(
+    meaning="Messages of an event wait, because newer code has published them and the workers do not know their "
+    "version.",
+    next_step="Deploy the workers with the code that declares this version. The messages then continue by themselves.",
+    concern=Concern.PASSING,
+    # Such messages leave their queue as if they were sent back, but have not failed.
+    excuses=("retry_storm",),
+)
+def unknown_version(state: BrokerState) -> Iterable[Judged]:
+    return [(Severity.WARNING, fact) for fact in state.once(_unknown_versions)]

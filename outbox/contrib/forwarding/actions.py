@@ -45,29 +45,16 @@ def _shown_state(one: ForwardEndpoint) -> list[object]:
     return [badge("disabled", "bad"), one.disabled_at, error(one.disabled_reason)]
 
 
-def _failed_last(one: ForwardEndpoint) -> bool:
-    """Whether the last delivery that the processes have stored has failed."""
-    return one.last_error_at is not None and (
-        one.last_delivered_at is None or one.last_error_at > one.last_delivered_at
-    )
-
-
 _STATES: Final[States] = {
     "": ("All", lambda one: True),
     "enabled": ("Enabled", lambda one: one.disabled_at is None),
     "disabled": ("Disabled", lambda one: one.disabled_at is not None),
-    "failing": ("Failed last", _failed_last),
 }
 ENDPOINTS: Final = Listing(
     "endpoints",
     (
         Column("Endpoint", lambda one: group_link(one.group), "head"),
         Column("State", _shown_state),
-        Column("Delivered", "delivered", "number"),
-        Column("Failed", "failed", "number"),
-        Column("Last status", "last_status"),
-        Column("Last delivered", "last_delivered_at"),
-        Column("Last error", lambda one: [one.last_error_at, error(one.last_error)] if one.last_error else None),
         actions(lambda one: one.disabled_at and Button("enable_endpoint", "Enable …", "good", {"group": one.group})),
     ),
     lambda run, asked: list_endpoints(),
@@ -75,10 +62,7 @@ ENDPOINTS: Final = Listing(
     command="outbox_endpoint list",
     help="list the endpoints",
     states=_STATES,
-    json=(
-        *("endpoint=group", "disabled_at", "disabled_reason", "delivered", "failed", "last_status"),
-        *("last_delivered_at", "last_error", "last_error_at"),
-    ),
+    json=("endpoint=group", "disabled_at", "disabled_reason"),
     address="endpoints/",
     title="Endpoints",
     menu=("Groups", "Endpoints"),

@@ -35,4 +35,5 @@ class OutboxForwardingConfig(AppConfig):
         )
         hooks.add_conditions("outbox.contrib.forwarding.endpoints")
         hooks.add_actions("outbox.contrib.forwarding.actions")
-        hooks.add_tables(self.label, content={"ForwardEndpoint": "outbox.contrib.forwarding.erasing.erase_errors"})
+        # The reason why an endpoint is disabled is its answer, which is about no message.
+        hooks.add_tables(self.label, content={"ForwardEndpoint": None})

@@ -1,6 +1,6 @@
-"""The endpoints of OUTBOX['FORWARD']: which of them are disabled, and what their processes have delivered.
+"""The endpoints of OUTBOX['FORWARD']: which of them are disabled.
 
-A process of the role forward reads the states of its endpoints and stores its counts every few seconds, on one thread.
+A process of the role forward reads the states of its endpoints every few seconds, on one thread.
 So sending a message needs no statement in the application's database. A disabled endpoint is no paused group: an
 operator pauses groups for other reasons too, and `outbox_group resume` would enable the endpoint.
 """
@@ -23,27 +23,17 @@ from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.forwarding.settings import ForwardSettings
-from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
+from outbox.contrib.forwarding.sinks.sink import EndpointGone
 from outbox.errors import ServiceUnavailable, UsageError
 from outbox.utils.faults import point
 from outbox.utils.safe_text import for_people, shown_text
 
 logger = logging.getLogger(__name__)
 
-# A process stores its counts and reads the states at this interval. So an endpoint that an operator has enabled gets
-# messages again after about twice this time.
+# A process reads the states at this interval. So an endpoint that an operator has enabled gets messages again after
+# about twice this time.
 SYNC_SECONDS: Final = 2.0
 _LONGEST_ERROR: Final = 500
-
-# The texts of `last_status`.
-DELIVERED: Final = "delivered"
-_STATUSES: Final[Sequence[tuple[type[Exception], str]]] = (
-    (EndpointGone, "gone"),
-    (ServiceUnavailable, "unavailable"),
-    (Rejected, "rejected"),
-    (NotAcknowledged, "not acknowledged"),
-)
-_OTHER_STATUS: Final = "failed"
 
 
 def _rows() -> QuerySet[ForwardEndpoint]:
@@ -93,38 +83,17 @@ def endpoint_disabled(state: BrokerState) -> Iterator[Judged]:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What a process has seen of one endpoint since it last stored its counts."""
-
-    delivered: int = 0
-    failed: int = 0
-    status: str = ""
-    error: str = ""
-    # Generation and text of an answer that disables the endpoint.
-    gone: tuple[int, str] | None = None
-
-    def with_earlier(self, earlier: _Seen) -> _Seen:
-        """Return both together."""
-        return _Seen(
-            delivered=self.delivered + earlier.delivered,
-            failed=self.failed + earlier.failed,
-            status=self.status or earlier.status,
-            error=self.error or earlier.error,
-            gone=self.gone or earlier.gone,
-        )
-
-
-@dataclass(slots=True)
 class StoredEndpoint:
     """One endpoint in this process. Implements outbox.contrib.forwarding.sinks.forwarder.Endpoint."""
 
     group: str
     wake: threading.Event
     lock: threading.Lock = field(default_factory=threading.Lock)
-    seen: _Seen = field(default_factory=_Seen)
     generation: int = 0
     # Why the endpoint gets no messages now, or ''.
     closed: str = "its state has not been read from the application's database yet"
+    # Generation and text of an answer that disables the endpoint and is not stored yet.
+    gone: tuple[int, str] | None = None
 
     def admit(self) -> int:
         """Return the generation of the endpoint. Raises ServiceUnavailable while the endpoint gets no messages."""
@@ -135,24 +104,14 @@ class StoredEndpoint:
                 )
             return self.generation
 
-    def record(self, generation: int, results: Sequence[Exception | None]) -> None:
-        """Count the results of one call of the sink. EndpointGone closes the endpoint in this process at once."""
-        errors = [error for error in results if error is not None and not isinstance(error, EarlierNotAcknowledged)]
+    def disable(self, generation: int, error: EndpointGone) -> None:
+        """Close the endpoint in this process at once. The thread that reads the states stores it."""
+        # PostgreSQL stores no NUL character.
+        text = for_people(shown_text(error))[:_LONGEST_ERROR]
         with self.lock:
-            seen = self.seen
-            seen.delivered += results.count(None)
-            seen.failed += len(errors)
-            if not errors:
-                seen.status = DELIVERED
-                return
-            last = errors[-1]
-            seen.status = next((text for kind, text in _STATUSES if isinstance(last, kind)), _OTHER_STATUS)
-            # PostgreSQL stores no NUL character.
-            seen.error = for_people(shown_text(last))[:_LONGEST_ERROR]
-            if isinstance(last, EndpointGone):
-                seen.gone = (generation, seen.error)
-                self.closed = f"{seen.error}; `outbox_endpoint enable {self.group}` enables it"
-                self.wake.set()
+            self.gone = (generation, text)
+            self.closed = f"{text}; `outbox_endpoint enable {self.group}` enables it"
+        self.wake.set()
 
 
 class ForwardEndpoints:
@@ -167,26 +126,19 @@ class ForwardEndpoints:
         return self._of[group]
 
     def sync(self) -> None:
-        """Store what this process has seen, and read the states.
+        """Store which endpoints are gone, and read the states.
 
-        If the database refuses this, the next call stores what this call has not stored. Raises Django's DatabaseError.
+        If the database refuses this, the next call stores it. Raises Django's DatabaseError.
         """
-        taken: dict[str, _Seen] = {}
+        gone = {group: one.gone for group, one in self._of.items()}
+        if any(gone.values()):
+            point("forward.before_disabled")
+        rows = _stored(gone)
         for group, one in self._of.items():
             with one.lock:
-                taken[group], one.seen = one.seen, _Seen()
-        try:
-            if any(seen.gone is not None for seen in taken.values()):
-                point("forward.before_disabled")
-            rows = self._stored(taken)
-        except BaseException:
-            for group, one in self._of.items():
-                with one.lock:
-                    one.seen = one.seen.with_earlier(taken[group])
-            raise
-        for group, one in self._of.items():
-            with one.lock:
-                if one.seen.gone is None:
+                # An answer that came meanwhile is stored by the next call.
+                if one.gone is gone[group]:
+                    one.gone = None
                     _apply(one, rows[group])
 
     @contextmanager
@@ -224,27 +176,20 @@ class ForwardEndpoints:
                 self._wake.wait(SYNC_SECONDS)
         connections.close_all()
 
-    def _stored(self, taken: Mapping[str, _Seen]) -> dict[str, ForwardEndpoint]:
-        rows = _rows()
-        with transaction.atomic(using=rows.db):
-            # Sorted, so that two processes lock the rows in the same order.
-            for group in sorted(self._of):
-                if not rows.filter(group=group).exists():
-                    rows.bulk_create([ForwardEndpoint(group=group)], ignore_conflicts=True)
-                _store(rows.filter(group=group), taken[group])
-            return {one.group: one for one in rows.filter(group__in=self._of)}
 
-
-def _store(row: QuerySet[ForwardEndpoint], seen: _Seen) -> None:
-    if seen.status:
-        row.update(delivered=F("delivered") + seen.delivered, failed=F("failed") + seen.failed, last_status=seen.status)
-    if seen.delivered:
-        row.update(last_delivered_at=Now())
-    if seen.error:
-        row.update(last_error=seen.error, last_error_at=Now())
-    if seen.gone is not None:
-        generation, text = seen.gone
-        row.filter(generation=generation, disabled_at=None).update(disabled_at=Now(), disabled_reason=text)
+def _stored(gone: Mapping[str, tuple[int, str] | None]) -> dict[str, ForwardEndpoint]:
+    """Store which endpoints of these groups are gone, and return their rows."""
+    rows = _rows()
+    with transaction.atomic(using=rows.db):
+        # Sorted, so that two processes lock the rows in the same order.
+        for group, answer in sorted(gone.items()):
+            if not rows.filter(group=group).exists():
+                rows.bulk_create([ForwardEndpoint(group=group)], ignore_conflicts=True)
+            if answer is not None:
+                generation, text = answer
+                same = rows.filter(group=group, generation=generation, disabled_at=None)
+                same.update(disabled_at=Now(), disabled_reason=text)
+        return {one.group: one for one in rows.filter(group__in=gone)}
 
 
 def _apply(one: StoredEndpoint, row: ForwardEndpoint) -> None:

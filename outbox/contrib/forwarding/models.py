@@ -10,11 +10,10 @@ from outbox.contrib.django.models import StorableTextField
 
 
 class ForwardEndpoint(models.Model):
-    """The state of the endpoint of one entry of OUTBOX['FORWARD'], and what its processes have seen.
+    """The state of the endpoint of one entry of OUTBOX['FORWARD'].
 
     An endpoint that says that it is gone is disabled until an operator enables it. Enabling raises `generation`, so a
-    late answer to a request from before does not disable the endpoint again. Each process stores its counts every few
-    seconds. The counts of the last seconds before a kill are missing.
+    late answer to a request from before does not disable the endpoint again.
     """
 
     if TYPE_CHECKING:
@@ -24,12 +23,6 @@ class ForwardEndpoint(models.Model):
     generation = models.IntegerField(default=0)
     disabled_at = models.DateTimeField(null=True)
     disabled_reason = StorableTextField(default="")
-    delivered = models.BigIntegerField(default=0)
-    failed = models.BigIntegerField(default=0)
-    last_status = models.CharField(max_length=31, default="")
-    last_delivered_at = models.DateTimeField(null=True)
-    last_error = StorableTextField(default="")
-    last_error_at = models.DateTimeField(null=True)
 
     class Meta:
         app_label = "outbox_forwarding"

@@ -78,39 +78,24 @@ def check(**options: Any) -> list[CheckMessage]:
 # -- publishing ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A large body that is not uploaded yet, and the id and the reference of its message."""
-
-    message_id: UUID
-    reference: Reference
-    body: bytes
-
-    @classmethod
-    def of(cls, draft: Draft) -> Upload:
-        """Return the upload of the encoded body of a message."""
-        reference = Reference.to(name_of(draft.message_id), draft.content_type, draft.body)
-        return cls(draft.message_id, reference, draft.body)
-
-    def run(self, declared: DeclaredLargeBodies) -> None:
-        """Store the object. Raises SendFailed or ConfigurationError."""
-        storage, name = storage_of(declared), self.reference.name
-        point("large_body.before_upload")
-        try:
-            stored = storage.save(name, ContentFile(self.body))
-        except Exception as error:
-            raise SendFailed(
-                f"the body of message {self.message_id} ({self.reference.size:,} bytes) could not be stored in the "
-                f"storage {declared.storage!r}: {error_line(error)}. Nothing was published. Try again when "
-                "the storage answers."
-            ) from error
-        if stored.replace("\\", "/") != name:
-            storage.delete(stored)
-            raise ConfigurationError(
-                f"the storage {declared.storage!r} stored the object {name!r} under the name {stored!r}, so outbox "
-                "could not find it again. Nothing was published. Use a storage that keeps names."
-            )
-        point("large_body.after_upload")
+def upload(declared: DeclaredLargeBodies, message_id: UUID, reference: Reference, body: bytes) -> None:
+    """Store the object of a large body. Raises SendFailed or ConfigurationError."""
+    storage, name = storage_of(declared), reference.name
+    point("large_body.before_upload")
+    try:
+        stored = storage.save(name, ContentFile(body))
+    except Exception as error:
+        raise SendFailed(
+            f"the body of message {message_id} ({reference.size:,} bytes) could not be stored in the storage "
+            f"{declared.storage!r}: {error_line(error)}. Nothing was published. Try again when the storage answers."
+        ) from error
+    if stored.replace("\\", "/") != name:
+        storage.delete(stored)
+        raise ConfigurationError(
+            f"the storage {declared.storage!r} stored the object {name!r} under the name {stored!r}, so outbox "
+            "could not find it again. Nothing was published. Use a storage that keeps names."
+        )
+    point("large_body.after_upload")
 
 
 def keep(run: Executor | None, declared: DeclaredLargeBodies, messages: Sequence[Message]) -> None:
@@ -168,9 +153,9 @@ class LargeBodies:
     def encode(self, draft: Draft) -> None:
         """Replace a large body by a reference. The upload is done when the message is valid, so it is not in vain."""
         if len(draft.body) > self.declared.beyond_bytes:
-            upload = Upload.of(draft)
-            draft.body, draft.content_type = upload.reference.encoded(), REFERENCE_CONTENT_TYPE
-            draft.when_valid.append(partial(upload.run, self.declared))
+            reference = Reference.to(name_of(draft.message_id), draft.content_type, draft.body)
+            draft.when_valid.append(partial(upload, self.declared, draft.message_id, reference, draft.body))
+            draft.body, draft.content_type = reference.encoded(), REFERENCE_CONTENT_TYPE
 
     def before_append(self, run: Executor, messages: Sequence[Message]) -> None:
         """Make sure that the objects exist, and stay until the messages are visible."""

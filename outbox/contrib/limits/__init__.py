@@ -18,8 +18,8 @@ hooks.add_schema(
     "limits",
     "outbox.contrib.limits.schema",
     content={
-        "slot": "outbox.contrib.limits.erasing.release_keys",
-        "slot_demand": "outbox.contrib.limits.erasing.forget_keys",
+        "slot": "outbox.contrib.limits.slots.release_keys",
+        "slot_demand": "outbox.contrib.limits.slots.forget_keys",
     },
 )
 hooks.add_admission(Limits, "outbox.contrib.limits.limiter.Limiter")
@@ -32,4 +32,4 @@ hooks.add_subscription_rows(
     expired="outbox.contrib.limits.slots.forget_the_dead",
 )
 hooks.add_waits("outbox.contrib.limits.operations.waits")
-hooks.add_conditions("outbox.contrib.limits.conditions", of_broker=True)
+hooks.add_conditions("outbox.contrib.limits.operations", of_broker=True)

@@ -18,4 +18,4 @@ class OutboxLimitsConfig(AppConfig):
         """Offer the action `limits`, and the metrics. The package itself has joined the core, for programs without
         Django."""
         hooks.add_actions("outbox.contrib.limits.actions")
-        hooks.add_metrics("outbox.contrib.limits.metrics")
+        hooks.add_metrics("outbox.contrib.limits.operations")

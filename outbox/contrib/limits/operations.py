@@ -1,8 +1,11 @@
-"""The limits of subscriptions for operators: what the code declares, what an operator has changed, what is in use."""
+"""The limits of subscriptions for operators: what the code declares, what an operator has changed, what is in use.
+
+The condition and the metrics show the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +13,8 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Fact
+from outbox.broker.operations.conditions import Concern, Declarations, Fact, Judged, Threshold, fact_of
+from outbox.broker.operations.state import BrokerState
 from outbox.contrib.limits.declaration import Limits
 from outbox.errors import ConfigurationError, UsageError
 
@@ -110,3 +114,53 @@ def change_limits(run: Executor, group: str, topic: str, override: Mapping[str, 
     """
     stored = None if override is None else Jsonb(dict(override))
     run.execute(_CHANGE, {"group": group, "topic": topic, "override": stored})
+
+
+# -- condition and metrics -------------------------------------------------------------------------
+
+
+CONDITIONS: Final = Declarations[BrokerState]()
+LIMIT_SECONDS: Final = Threshold(
+    "limit_seconds",
+    600,
+    None,
+    "seconds",
+    "time for which messages of a subscription have waited for a limit without a break",
+)
+
+
+@CONDITIONS.declare(
+    meaning="Messages of a subscription have waited for one of its limits for long.",
+    next_step="If the service behind the handler allows it, raise the limit with `outbox_group limits`.",
+    concern=Concern.PASSING,
+    thresholds=(LIMIT_SECONDS,),
+)
+def limit_binding(state: BrokerState) -> Iterator[Judged]:
+    for one in state.once(list_limits):
+        since = one.waiting_seconds
+        named = ("group", "topic", "waiting_for", "waiting")
+        yield state.judge(LIMIT_SECONDS, since), fact_of(one, *named, limits=str(one.limits), since_seconds=since)
+
+
+_PAIR: Final = ("group", "topic")
+METRICS: Final[Mapping[str, tuple[Sequence[str], str]]] = {
+    "outbox_limit": ((*_PAIR, "limit"), "The limit of a subscription for all workers together."),
+    "outbox_limit_in_use": (_PAIR, "Handler calls of a limited subscription that run now."),
+    "outbox_limit_waiting_messages": (_PAIR, "Fetched messages that wait for a limit of their subscription."),
+}
+
+
+def figures(state: BrokerState) -> Iterator[tuple[str, Sequence[tuple[Sequence[str], float]]]]:
+    """Yield the name of each metric with its rows: the values of the labels, and the value."""
+    found = state.once(list_limits)
+    yield (
+        "outbox_limit",
+        [
+            ((one.group, one.topic, name), float(value))
+            for one in found
+            for name in ("running", "per_key", "per_second")
+            if (value := getattr(one.limits, name)) is not None
+        ],
+    )
+    yield "outbox_limit_in_use", [((one.group, one.topic), one.in_use) for one in found]
+    yield "outbox_limit_waiting_messages", [((one.group, one.topic), one.waiting) for one in found]

@@ -435,3 +435,27 @@ def take_tokens(
 
 def _of(key: SubscriptionKey) -> dict[str, Any]:
     return {"group_id": key[0], "topic_id": key[1]}
+
+
+# -- erasing ---------------------------------------------------------------------------------------
+
+
+# The keys of the messages, if they are to be replaced.
+_OLD_KEYS: Final = """(
+    SELECT key FROM {schema}.commit_log
+    WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')
+)"""
+_RELEASE_OLD_KEYS: Final = Statement("DELETE FROM {schema}.slot WHERE topic_id = %(topic_id)s AND key IN " + _OLD_KEYS)
+_FORGET_OLD_KEYS: Final = Statement(
+    "UPDATE {schema}.slot_demand SET keys = '{{}}' WHERE topic_id = %(topic_id)s AND keys && ARRAY" + _OLD_KEYS
+)
+
+
+def release_keys(run: Executor, values: Mapping[str, Any]) -> int:
+    """Delete the slots of these keys. Their instances notice it at the next heartbeat, as after a server's crash."""
+    return run.count(_RELEASE_OLD_KEYS, values)
+
+
+def forget_keys(run: Executor, values: Mapping[str, Any]) -> int:
+    """Remove the keys from the demands that contain one of them. Return the number of these demands."""
+    return run.count(_FORGET_OLD_KEYS, values)

@@ -1,9 +1,20 @@
-"""The action on receivers: delete the state of those that are not configured any more."""
+"""What operators see of receivers, and the action that deletes the state of those that are not configured any more."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.broker_conditions import PASS_LATE_PERIODS, late_passes
+from outbox.broker.operations.conditions import Concern, Declarations, Judged
+from outbox.broker.operations.state import BrokerState
+from outbox.broker.transaction import turns
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action
-from outbox.contrib.receiving.running import forget_receivers
+from outbox.contrib.django.database.aliases import broker_connection
+
+# The names of the turns that receivers take.
+PASS_PREFIX: Final = f"receive{turns.OF_PART}"
 
 
 @action(
@@ -21,3 +32,33 @@ def _forget(values: Values) -> ActionPlan:
         nothing=not names,
         do=lambda: {"forgotten": forget_receivers(names)},
     )
+
+
+def forget_receivers(names: Sequence[str]) -> int:
+    """Delete the broker's records of receivers that the project no longer uses. Return the number of deleted records.
+
+    Without a record of a receiver, no condition reports the receiver as late.
+    """
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        return sum(turns.forget(run, f"{PASS_PREFIX}{name}") for name in names)
+
+
+CONDITIONS: Final = Declarations[BrokerState]()
+
+
+@CONDITIONS.declare(
+    meaning="A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. outbox receives no "
+    "messages from this source.",
+    next_step="Start `outbox_worker --role receive`, or restore the server that the receiver's log names. If the "
+    "receiver is gone for good, run `outbox_receiver forget NAME`.",
+    concern=Concern.WAITING,
+    thresholds=(PASS_LATE_PERIODS,),
+    subject=("receiver",),
+)
+def receiver_late(state: BrokerState) -> Iterator[Judged]:
+    for severity, fact in late_passes(state):
+        name = str(fact["pass"])
+        if name.startswith(PASS_PREFIX):
+            rest = {key: value for key, value in fact.items() if key != "pass"}
+            yield severity, {"receiver": name.removeprefix(PASS_PREFIX), **rest}

@@ -31,5 +31,5 @@ class OutboxReceivingConfig(AppConfig):
                 option="receiver",
             ),
         )
-        hooks.add_conditions("outbox.contrib.receiving.conditions", of_broker=True)
+        hooks.add_conditions("outbox.contrib.receiving.actions", of_broker=True)
         hooks.add_actions("outbox.contrib.receiving.actions")

@@ -13,14 +13,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.transaction import turns
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of, get_broker
 from outbox.contrib.django.settings.conf import chosen, get_settings, imported, made, settings_of
 from outbox.contrib.django.worker import probes
-from outbox.contrib.receiving.conditions import PASS_PREFIX
+from outbox.contrib.receiving.actions import PASS_PREFIX
 from outbox.contrib.receiving.settings import DeclaredReceive, ReceiveSettings
 from outbox.contrib.receiving.sources.receiver import Received, Receiver
 from outbox.contrib.receiving.sources.source import Convert, Source, convert
@@ -90,16 +87,6 @@ class ReceiverHeartbeat:
     def is_recent(self) -> bool:
         """Whether the receiver has recently completed a round."""
         return time.monotonic() - self._at < probes.LIVE_SECONDS
-
-
-def forget_receivers(names: Sequence[str]) -> int:
-    """Delete the broker's records of receivers that the project no longer uses. Return the number of deleted records.
-
-    Without a record of a receiver, no condition reports the receiver as late.
-    """
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
-        return sum(turns.forget(run, f"{PASS_PREFIX}{name}") for name in names)
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:

@@ -46,15 +46,14 @@ class OutboxRocketMQConfig(AppConfig):
                 is_needed="outbox.contrib.rocketmq.relaying.is_needed",
             ),
         )
-        hooks.add_actions("outbox.contrib.rocketmq.relay_actions")
-        hooks.add_actions("outbox.contrib.rocketmq.listings")
+        hooks.add_actions("outbox.contrib.rocketmq.actions")
         hooks.add_tables(
             self.label,
             # A row of the relay has a body, so the publisher reads only the columns by which it finds the row.
             rights={"outbox_relay": {"INSERT": (), "SELECT": ("sequence", "message_id", "due_at")}},
             content={
-                "DeadLetterNote": "outbox.contrib.rocketmq.erasing.erase_notes",
-                "RelayEntry": "outbox.contrib.rocketmq.erasing.erase_relayed",
+                "DeadLetterNote": "outbox.contrib.rocketmq.dead_letter_notes.erase_notes",
+                "RelayEntry": "outbox.contrib.rocketmq.relay_rows.erase_relayed",
                 "RelayLease": None,
             },
         )

@@ -14,8 +14,10 @@ from uuid import UUID
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.utils import timezone
 
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.rocketmq.models import DeadLetterNote
+from outbox.erased import ERASED_TEXT
 from outbox.utils.given_up import GivenUp
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,15 @@ def prune() -> Mapping[str, Any]:
     seconds = get_settings().inbox_retention_seconds
     old = DeadLetterNote.objects.using(_alias()).filter(noted_at__lt=timezone.now() - timedelta(seconds=seconds))
     return {"removed": old.delete()[0]}
+
+
+def erase_notes(rows: Rows, scope: Scope) -> int:
+    """Replace the errors of dead letters that belong to an erased message or mention an erased text."""
+    return saved(
+        rows.exclude(error="").exclude(error=ERASED_TEXT),
+        lambda row: row.message_id in scope.message_ids or scope.mentions(row.error),
+        lambda row: {"error": ERASED_TEXT},
+    )
 
 
 def _alias() -> str:

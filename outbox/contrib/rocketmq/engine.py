@@ -28,9 +28,8 @@ from outbox.recall import Recall, RecallStatus
 from outbox.refusals import Refusals
 from outbox.rocketmq import declarations
 from outbox.rocketmq.admin import brokers_of, parse_address
-from outbox.rocketmq.exhausted import waiting
-from outbox.rocketmq.inspection import missing
-from outbox.rocketmq.left import Timers, left
+from outbox.rocketmq.inspection import Timers, left, missing
+from outbox.rocketmq.stranded import waiting
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.utils import heartbeat

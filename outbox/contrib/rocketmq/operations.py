@@ -139,29 +139,6 @@ class ServerFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenTransaction:
-    """An undecided transaction. `ledger`: the outcome in the ledger, by which the next check will decide it."""
-
-    half: OpenHalf
-    ledger: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "transaction_id": str(self.half.transaction_id),
-            "producer_group": self.half.producer_group,
-            "message_id": str(self.half.message.message_id),
-            "topic": self.half.message.topic,
-            "key": self.half.message.key,
-            "sent_at": self.half.sent_at.isoformat(),
-            "checks": self.half.checks,
-            "state": "given up by RocketMQ" if self.half.is_given_up else "undecided",
-            "broker": self.half.broker,
-            "ledger": self.ledger,
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MessagePath:
     """All that is known about a message: its copies on RocketMQ, its ledger row, and the groups that handled it."""
 
@@ -210,12 +187,6 @@ def pairs() -> list[tuple[str, str]]:
     """The subscriptions (group, topic) of this project."""
     autodiscover()
     return [(item.subscription.group, item.subscription.topic) for item in subscribers()]
-
-
-def topics_of(group: str) -> list[str]:
-    """The topics of one group of this project. Raises UnknownGroup."""
-    _groups(group)
-    return [topic for name, topic in pairs() if name == group]
 
 
 # -- status ---------------------------------------------------------------------------------------------
@@ -561,11 +532,28 @@ def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay
 # -- transactions and messages --------------------------------------------------------------------------
 
 
-def open_transactions(producer_group: str | None = None) -> list[OpenTransaction]:
-    """The undecided transactions of a producer group (default: of this service), oldest first. Raises BrokerError."""
+def open_transactions(producer_group: str | None = None) -> list[dict[str, Any]]:
+    """The undecided transactions of a producer group (default: of this service), oldest first, as plain values.
+
+    `ledger` is the outcome in the ledger, by which the next check will decide the transaction. Raises BrokerError.
+    """
     halves = inspection.open_halves(brokers(), producer_group or get_settings().required_producer_group())
     outcomes = _outcomes({one.transaction_id: one.ledger_id for one in halves})
-    return [OpenTransaction(half=one, ledger=outcomes[one.transaction_id]) for one in halves]
+    return [
+        {
+            "transaction_id": str(one.transaction_id),
+            "producer_group": one.producer_group,
+            "message_id": str(one.message.message_id),
+            "topic": one.message.topic,
+            "key": one.message.key,
+            "sent_at": one.sent_at.isoformat(),
+            "checks": one.checks,
+            "state": "given up by RocketMQ" if one.is_given_up else "undecided",
+            "broker": one.broker,
+            "ledger": outcomes[one.transaction_id],
+        }
+        for one in halves
+    ]
 
 
 def _outcomes(transactions: Mapping[UUID, UUID | None]) -> dict[UUID, str]:
@@ -642,13 +630,6 @@ def _handled(alias: str, message_id: UUID) -> list[tuple[str, datetime]]:
     except DatabaseError as error:
         logger.info("the inbox of alias %r cannot be read: %s", alias, str(error).strip())
         return []
-
-
-def messages_with_key(key: str, topic: str | None = None) -> list[Copy]:
-    """The stored copies of the messages with a business key, oldest first. Raises BrokerError."""
-    subscriptions = [pair for pair in pairs() if topic in (None, pair[1])]
-    topics = [topic] if topic else sorted({*get_settings().topics, *(name for _, name in subscriptions)})
-    return inspection.find(brokers(), key, topics, subscriptions)
 
 
 # -- metrics --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from django.db import connections
@@ -25,7 +25,9 @@ from django.db.utils import OperationalError, ProgrammingError
 
 from outbox.contrib.django.database.transactions import is_missing_table
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import aware, for_column
+from outbox.erased import ERASED_CONTENT_TYPE, ERASED_TEXT, kept_headers
 from outbox.errors import ConfigurationError
 from outbox.message import Message, SendReceipt
 
@@ -217,4 +219,31 @@ def backlog(alias: str) -> RelayBacklog:
         waiting=found["waiting"],
         parked=found["parked"],
         oldest_at=None if oldest is None else _in_utc(alias, oldest),
+    )
+
+
+def erase_relayed(rows: Rows, scope: Scope) -> int:
+    """Erase messages that wait for the relay. The relay sends them as erased messages, with their ids."""
+
+    def is_of_message(row: Any) -> bool:
+        has_key = row.topic == scope.topic and scope.key is not None and row.key == scope.key
+        return has_key or row.message_id in scope.message_ids
+
+    def erased(row: Any) -> dict[str, Any]:
+        if not is_of_message(row):
+            return {"error": scope.cleaned(row.error)}
+        return {
+            "content_type": ERASED_CONTENT_TYPE,
+            # RocketMQ refuses an empty body.
+            "body": b"0",
+            "size": 1,
+            "key": scope.replacement if scope.replacement and row.key == scope.key else row.key,
+            "headers": kept_headers(row.headers),
+            "error": row.error and ERASED_TEXT,
+        }
+
+    return saved(
+        rows,
+        lambda row: (is_of_message(row) and row.content_type != ERASED_CONTENT_TYPE) or scope.mentions(row.error),
+        erased,
     )

@@ -26,5 +26,5 @@ class OutboxSagaConfig(AppConfig):
         hooks.add_tables(
             self.label,
             rights={"outbox_saga": {"SELECT": (), "INSERT": (), "UPDATE": ()}},
-            content={"SagaProgress": "outbox.contrib.saga.erasing.erase_reasons"},
+            content={"SagaProgress": "outbox.contrib.saga.steps.erase_reasons"},
         )

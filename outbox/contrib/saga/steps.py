@@ -45,12 +45,14 @@ from outbox.broker.operations.conditions import Concern, Declarations, Judged, S
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
 from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.contrib.saga.models import SagaProgress, SagaState
+from outbox.erased import ERASED_TEXT
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -162,7 +164,7 @@ class Saga(Generic[Record]):
         )
         if not is_new:
             raise UsageError(f"saga {self.name!r} of record {record.pk} was started before.")
-        self._run_next(progress, self._steps[0])
+        self._save(progress, SagaState.RUNNING, self._steps[0])
 
     def progress(self, pk: object) -> SagaProgress | None:
         """Return the `state`, `step` and `reason` of a record's saga, or None if the saga was not started."""
@@ -288,12 +290,9 @@ class Saga(Generic[Record]):
     def _go_on(self, progress: SagaProgress, done: Step[Record]) -> None:
         following = self._steps[self._steps.index(done) + 1 :]
         if following:
-            self._run_next(progress, following[0])
+            self._save(progress, SagaState.RUNNING, following[0])
         else:
             self._save(progress, SagaState.DONE, done)
-
-    def _run_next(self, progress: SagaProgress, step: Step[Record]) -> None:
-        self._save(progress, SagaState.RUNNING, step)
 
     def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
         """Begin to undo `last_done` and then all earlier steps. `last_done` is None if no step was done."""
@@ -303,8 +302,8 @@ class Saga(Generic[Record]):
             step = self._before(step)
         if step is None:
             self._save(progress, SagaState.UNDONE, self._find(progress.step))
-            return
-        self._save(progress, SagaState.UNDOING, step)
+        else:
+            self._save(progress, SagaState.UNDOING, step)
 
     def _before(self, step: Step[Record]) -> Step[Record] | None:
         place = self._steps.index(step)
@@ -451,3 +450,12 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
                 # Read the saga's row again, because the saga may have continued after the first query.
                 if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
                     yield one, where
+
+
+def erase_reasons(rows: Rows, scope: Scope) -> int:
+    """Replace the reasons of sagas that belong to an erased message or mention an erased text."""
+    return saved(
+        rows.exclude(reason="").exclude(reason=ERASED_TEXT),
+        lambda row: row.message_id in scope.message_ids or scope.mentions(row.reason),
+        lambda row: {"reason": ERASED_TEXT},
+    )

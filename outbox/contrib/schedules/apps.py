@@ -22,11 +22,11 @@ class OutboxSchedulesConfig(AppConfig):
 
     def ready(self) -> None:
         """Join the core: a table of the broker, work of the leader, a pass, a condition, actions, a metric, a check."""
-        hooks.add_schema("schedules", f"{self.name}.schema", content={"schedule": f"{self.name}.erasing.erase_errors"})
+        hooks.add_schema("schedules", f"{self.name}.schema", content={"schedule": f"{self.name}.schedule.erase_errors"})
         hooks.add_leader_work("schedules", f"{self.name}.publishing.Scheduling")
         # Every worker stores the declarations of its version.
         hooks.add_pass("schedules", RENEW_SECONDS, f"{self.name}.declaring.declare_schedules", in_every_process=True)
         hooks.add_conditions(f"{self.name}.conditions", of_broker=True)
         hooks.add_actions(f"{self.name}.actions")
-        hooks.add_metrics(f"{self.name}.metrics")
+        hooks.add_metrics(f"{self.name}.conditions")
         register(hooks.when_called(f"{self.name}.declaring.check_schedules"), "outbox")

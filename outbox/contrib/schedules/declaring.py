@@ -17,7 +17,6 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, settings_of
 from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.decorator import scheduled_functions
 from outbox.contrib.schedules.schedule import Schedule, declare
 from outbox.contrib.schedules.settings import DeclaredSchedule, ScheduleSettings
@@ -108,7 +107,8 @@ def _schedule(settings: OutboxSettings, name: str, one: DeclaredSchedule) -> Sch
     return Schedule(
         producer_group=settings.producer_group,
         name=name,
-        cron=Cron(one.cron, one.timezone),
+        expression=one.cron,
+        timezone=one.timezone,
         topic=one.topic,
         missed=one.missed,
         content_type=content_type,

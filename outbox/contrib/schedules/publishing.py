@@ -123,8 +123,7 @@ def _publish_due(run: Executor, catalog: TopicCatalog, group: str, name: str, no
         if row is None or row.paused_at is not None or row.next_at > now:
             return 0, 0
         due = _due(row, now)
-        schedule = row.schedule()
-        messages = [schedule.message(at) for at in due.moments]
+        messages = [row.message(at) for at in due.moments]
         _append(run, catalog, group, messages)
         point("schedule.after_append")
         last = {"last_at": due.moments[-1], "message_id": messages[-1].message_id} if messages else _NOTHING
@@ -154,11 +153,10 @@ def _append(run: Executor, catalog: TopicCatalog, group: str, messages: list[Mes
 
 
 def _due(row: ScheduleRow, now: datetime) -> _Due:
-    schedule = row.schedule()
-    cron = schedule.cron
+    cron = row.cron
     before = row.next_at - timedelta(seconds=1)
     following = cron.next(now) or datetime.max.replace(tzinfo=now.tzinfo)
-    if schedule.missed is Missed.CATCH_UP:
+    if row.missed == Missed.CATCH_UP:
         latest = cron.latest(before, now, MOST_MISSED)
         moments = latest.moments
         further = moments[_PER_TRANSACTION] if len(moments) > _PER_TRANSACTION else following
@@ -167,7 +165,7 @@ def _due(row: ScheduleRow, now: datetime) -> _Due:
     if not found:
         return _Due([], 0, following)
     [last] = found
-    if schedule.missed is Missed.SKIP and now - last > SKIPPED_AFTER:
+    if row.missed == Missed.SKIP and now - last > SKIPPED_AFTER:
         return _Due([], 1, following)
     return _Due([last], 0, following)
 
@@ -189,7 +187,7 @@ def publish_now(
         row = lock_schedule(run, producer_group, name)
         if row is None:
             return None
-        message = row.schedule().message(now, uuid7())
+        message = row.message(now, uuid7())
         _append(run, catalog, producer_group, [message])
         given = {"group": producer_group, "name": name, "next_at": row.next_at}
         run.execute(_MOVE, {**given, "last_at": None, "message_id": message.message_id})

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
@@ -54,11 +54,21 @@ class Schedule:
 
     producer_group: str
     name: str
-    cron: Cron
+    expression: str
+    timezone: str = "UTC"
     topic: str
-    missed: Missed = Missed.COALESCE
+    missed: str = Missed.COALESCE
     content_type: str = "application/json"
     body: bytes = b"{}"
+
+    @property
+    def cron(self) -> Cron:
+        """The expression. Raises ConfigurationError if this machine cannot read expression or time zone."""
+        return Cron(self.expression, self.timezone)
+
+    def columns(self) -> dict[str, object]:
+        """Return the values of the declaration, by the names of their columns."""
+        return {one.name: getattr(self, one.name) for one in fields(Schedule)} | {"missed": str(self.missed)}
 
     def message(self, at: datetime, message_id: UUID | None = None) -> Message:
         """Return the message for a due moment. Without `message_id`, the id is computed from the due moment."""
@@ -88,22 +98,14 @@ def id_of(producer_group: str, name: str, at: datetime) -> UUID:
 # The rows of the table `schedule`.
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRow:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleRow(Schedule):
     """A row of the table `schedule`.
 
     `last_at`: the due moment of the last message. `next_at`: the first due moment without a message. `error`: why the
     leader could not publish.
     """
 
-    producer_group: str
-    name: str
-    expression: str
-    timezone: str
-    missed: str
-    topic: str
-    content_type: str
-    body: bytes
     declared_at: datetime
     next_at: datetime
     last_at: datetime | None
@@ -111,24 +113,12 @@ class ScheduleRow:
     paused_at: datetime | None
     error: str | None
 
-    def schedule(self) -> Schedule:
-        """Return the declaration. Raises ConfigurationError if this machine cannot read expression or time zone."""
-        return Schedule(
-            producer_group=self.producer_group,
-            name=self.name,
-            cron=Cron(self.expression, self.timezone),
-            topic=self.topic,
-            missed=Missed(self.missed),
-            content_type=self.content_type,
-            body=self.body,
-        )
-
     def upcoming(self, count: int) -> list[datetime]:
         """Return `next_at` and the due moments after it, in ascending order."""
         found = [self.next_at]
         # OverflowError: the year 9999 has no further moment.
         with suppress(ConfigurationError, OverflowError):
-            found += islice(Cron(self.expression, self.timezone).after(self.next_at), count - 1)
+            found += islice(self.cron.after(self.next_at), count - 1)
         return found
 
     def late_seconds(self, now: datetime) -> float:
@@ -145,24 +135,9 @@ class ScheduleRow:
         late = now - self.next_at
         return self.paused_at is None and self.error is None and timedelta(0) <= late < timedelta(seconds=RENEW_SECONDS)
 
-    def declares(self, one: Schedule) -> bool:
-        """Whether the row contains this declaration."""
-        return (self.expression, self.timezone, self.missed, self.topic, self.content_type, self.body) == (
-            one.cron.expression,
-            one.cron.timezone,
-            one.missed.value,
-            one.topic,
-            one.content_type,
-            one.body,
-        )
-
 
 _NOW: Final = Statement("SELECT clock_timestamp()")
-# The fields of ScheduleRow.
-_COLUMNS: Final = (
-    "producer_group, name, expression, timezone, missed, topic, content_type, body, declared_at, next_at, last_at, "
-    "last_message_id, paused_at, error"
-)
+_COLUMNS: Final = ", ".join(one.name for one in fields(ScheduleRow))
 _LIST: Final = Statement(f"""
 SELECT {_COLUMNS} FROM {{schema}}.schedule
 WHERE (%(group)s::text IS NULL OR producer_group = %(group)s) AND (%(name)s::text IS NULL OR name = %(name)s)
@@ -210,7 +185,7 @@ def lock_schedule(run: Executor, producer_group: str, name: str) -> ScheduleRow 
 _INSERT: Final = Statement("""
 INSERT INTO {schema}.schedule (producer_group, name, expression, timezone, missed, topic, content_type, body,
                                declared_at, next_at)
-VALUES (%(group)s, %(name)s, %(expression)s, %(timezone)s, %(missed)s, %(topic)s, %(content_type)s, %(body)s,
+VALUES (%(producer_group)s, %(name)s, %(expression)s, %(timezone)s, %(missed)s, %(topic)s, %(content_type)s, %(body)s,
         %(now)s, %(next_at)s)
 ON CONFLICT (producer_group, name) DO NOTHING
 """)
@@ -218,7 +193,7 @@ _CHANGE: Final = Statement("""
 UPDATE {schema}.schedule
 SET expression = %(expression)s, timezone = %(timezone)s, missed = %(missed)s, topic = %(topic)s,
     content_type = %(content_type)s, body = %(body)s, declared_at = %(now)s, next_at = %(next_at)s, error = NULL
-WHERE producer_group = %(group)s AND name = %(name)s
+WHERE producer_group = %(producer_group)s AND name = %(name)s
 """)
 _RENEW: Final = Statement("""
 UPDATE {schema}.schedule SET declared_at = %(now)s
@@ -256,8 +231,8 @@ def declare(
     for one in sorted(wanted, key=lambda one: one.name):
         row = known.get(one.name)
         if row is None:
-            added += run.count(_INSERT, {**_columns(one), "now": now, "next_at": one.cron.next(now)})
-        elif not row.declares(one):
+            added += run.count(_INSERT, {**one.columns(), "now": now, "next_at": one.cron.next(now)})
+        elif row.columns() != one.columns():
             changed += _change(run, one, now)
     names = {"group": producer_group, "names": arrays.texts([one.name for one in wanted]), "now": now}
     if any(row.declared_at < now - timedelta(seconds=RENEW_SECONDS / 2) for row in known.values()):
@@ -269,28 +244,13 @@ def declare(
 def _change(run: Executor, one: Schedule, now: datetime) -> int:
     with run.connection.transaction():
         row = lock_schedule(run, one.producer_group, one.name)
-        if row is None or row.declares(one):
-            return 0
-        if row.is_about_to_be_published(now):
+        if row is None or row.columns() == one.columns() or row.is_about_to_be_published(now):
             return 0
         next_at: datetime | None = row.next_at
-        if (row.expression, row.timezone) != (one.cron.expression, one.cron.timezone):
+        if (row.expression, row.timezone) != (one.expression, one.timezone):
             begin = now - timedelta(seconds=LOOK_BACK_SECONDS)
             next_at = one.cron.next(max(begin, row.last_at) if row.last_at else begin)
-        return run.count(_CHANGE, {**_columns(one), "now": now, "next_at": next_at})
-
-
-def _columns(one: Schedule) -> dict[str, object]:
-    return {
-        "group": one.producer_group,
-        "name": one.name,
-        "expression": one.cron.expression,
-        "timezone": one.cron.timezone,
-        "missed": one.missed.value,
-        "topic": one.topic,
-        "content_type": one.content_type,
-        "body": one.body,
-    }
+        return run.count(_CHANGE, {**one.columns(), "now": now, "next_at": next_at})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,3 +265,19 @@ WHERE producer_group = %(group)s AND name = %(name)s
 def pause(run: Executor, producer_group: str, name: str, *, paused: bool) -> None:
     """Pause a schedule, or resume it. After a resumption, the due moments of the pause are missed due moments."""
     run.execute(_PAUSE, {"group": producer_group, "name": name, "paused": paused})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Erasing.
+
+# The error is about a declaration, so it is erased only if it contains one of the texts. The type of the error stays.
+_ERASE: Final = Statement("""
+UPDATE {schema}.schedule
+SET error = coalesce(substring(error FROM '^[A-Za-z_][A-Za-z0-9_]*:') || ' ', '') || '(erased)'
+WHERE right(error, 8) <> '(erased)' AND error LIKE ANY(%(patterns)s::text[])
+""")
+
+
+def erase_errors(run: Executor, values: Mapping[str, Any]) -> int:
+    """Erase the errors that contain one of the texts. Return their number."""
+    return run.count(_ERASE, values)

@@ -21,7 +21,7 @@ class OutboxTasksConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the subscribers that run tasks, so that an error in TASKS is raised when a process starts."""
-        from outbox.contrib.tasks.registration import register_backends
+        from outbox.contrib.tasks.running import register_backends
 
         register_backends()
         hooks.add_conditions("outbox.contrib.tasks.stranded")
@@ -32,9 +32,9 @@ class OutboxTasksConfig(AppConfig):
             rights={
                 "outbox_task": {
                     "INSERT": (),
-                    "SELECT": ("id", "status", "is_due", "message_id", "announced_at"),
-                    "UPDATE": ("is_due", "message_id", "announced_at"),
+                    "SELECT": ("id", "status", "message_id", "announced_at"),
+                    "UPDATE": ("message_id", "announced_at"),
                 }
             },
-            content={"TaskEntry": "outbox.contrib.tasks.erasing.erase_calls"},
+            content={"TaskEntry": "outbox.contrib.tasks.results.erase_calls"},
         )

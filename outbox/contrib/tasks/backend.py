@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import UUID
@@ -15,7 +16,7 @@ from django.utils import timezone
 from outbox import names
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.settings.definition import read
+from outbox.contrib.django.settings.definition import Rule, or_none, read, seconds, setting, text, whole, wrong
 from outbox.contrib.tasks.api import (
     BaseTaskBackend,
     Task,
@@ -24,7 +25,6 @@ from outbox.contrib.tasks.api import (
     task_backends,
     task_enqueued,
 )
-from outbox.contrib.tasks.options import TaskOptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.retry import RetryPolicy
 from outbox.topic import MessageType
@@ -38,6 +38,34 @@ _R = TypeVar("_R")
 _NEEDED = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
 
 
+def _delays(where: str, value: Any) -> Sequence[float]:
+    allowed = "a list of numbers of seconds that is not empty"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong(where, value, allowed)
+    return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """The options of the backend for Django's tasks."""
+
+    topic: str = setting(
+        "tasks", text("topic"), meaning="the topic of the task messages. Each backend needs a topic of its own"
+    )
+    threads: int = setting(
+        8, whole(1, "tasks"), meaning="how many tasks of one queue run at the same time in one process"
+    )
+    timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
+    max_attempts: int | None = setting(
+        1, or_none(whole(1, "attempts")), meaning="the maximum number of attempts of a failing task; `None`: no limit"
+    )
+    delays_seconds: Sequence[float] = setting(
+        (10.0, 60.0, 600.0),
+        Rule("a list of numbers of seconds, each at least 0", _delays, "seconds"),
+        meaning="the waits between the attempts of a failing task; the last wait is used for all further attempts",
+    )
+
+
 def _topic_of(backend: object) -> str | None:
     return backend.settings.topic if isinstance(backend, OutboxBackend) else None
 
@@ -48,7 +76,8 @@ class OutboxBackend(BaseTaskBackend):
     supports_defer = True
     supports_async_task = True
     supports_get_result = True
-    supports_priority = True
+    # Urgent tasks need a queue of their own, whose messages do not wait behind those of other tasks.
+    supports_priority = False
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, dict(params))
@@ -85,32 +114,29 @@ class OutboxBackend(BaseTaskBackend):
         entry = TaskEntry(
             backend=self.alias,
             queue_name=task.queue_name,
-            priority=task.priority,
             task_path=task.module_path,
             args=storable(list(args)),
             kwargs=storable(dict(kwargs)),
             run_after=task.run_after,
             enqueued_at=timezone.now(),
         )
-        entry.is_due = task.run_after is None or task.run_after <= entry.enqueued_at
+        is_due = task.run_after is None or task.run_after <= entry.enqueued_at
         alias = router.db_for_write(TaskEntry)
         with transaction.atomic(using=alias):
-            self.announce(entry, None if entry.is_due else task.run_after, using=alias)
+            self.announce(entry, None if is_due else task.run_after, using=alias)
             entry.save(using=alias, force_insert=True)
         result = cast("TaskResult[_P, _R]", result_of(entry, task))
         task_enqueued.send(type(self), task_result=result)
         return result
 
-    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
+    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str) -> None:
         """Publish the next message of an entry in the open transaction on `using`, and record the message in the entry.
 
-        If the caller has locked the entry, it must save the entry after this call. `waits` is the number of consecutive
-        messages of the entry that have found the entry locked.
+        If the caller has locked the entry, it must save the entry after this call.
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # The key "priority" is read only by workers that still run a version of the code from before migration 0002.
-        body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
+        body = {"task": str(entry.id), "attempts": entry.attempts}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using
         )

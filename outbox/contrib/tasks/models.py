@@ -12,9 +12,7 @@ from outbox.utils.ids import uuid7
 class TaskEntry(models.Model):
     """One call of a task, written by `enqueue` in the caller's transaction.
 
-    Every READY entry has its own message, with the id `message_id` and published at `announced_at`. The handler of that
-    message runs this entry, or a more urgent entry. If the handler runs a more urgent entry, it publishes the next
-    message of this entry in the same transaction.
+    Every READY entry has its own message, with the id `message_id` and published at `announced_at`.
     """
 
     if TYPE_CHECKING:
@@ -35,17 +33,12 @@ class TaskEntry(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
     backend = models.CharField(max_length=127)
     queue_name = models.CharField(max_length=127)
-    priority = models.SmallIntegerField()
     task_path = models.TextField()
     args: models.JSONField[Any, Any] = models.JSONField()
     kwargs: models.JSONField[Any, Any] = models.JSONField()
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
-    # False until the message of a postponed attempt has arrived, because only the broker's clock decides when the
-    # attempt is due. While `is_due` is False, only the entry's own message can run the entry.
-    is_due = models.BooleanField(default=True)
-    # Entries from before migration 0002 have no `message_id` and no `announced_at`.
-    message_id = models.UUIDField(null=True, editable=False)
-    announced_at = models.DateTimeField(null=True, editable=False)
+    message_id = models.UUIDField(editable=False)
+    announced_at = models.DateTimeField(editable=False)
     attempts = models.PositiveSmallIntegerField(default=0)
     run_after = models.DateTimeField(null=True)
     enqueued_at = models.DateTimeField()
@@ -61,10 +54,6 @@ class TaskEntry(models.Model):
         db_table = "outbox_task"
         verbose_name = "task"
         indexes: ClassVar = [
-            models.Index(
-                fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
-                name="outbox_task_next",
-            ),
             # This index serves queries that read the READY entries, ordered by `announced_at`.
             models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),

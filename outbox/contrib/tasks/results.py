@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from traceback import format_exception
 from typing import Any, Final
 
+from django.db.models import Q
 from django.utils.module_loading import import_string
 
+from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
@@ -49,9 +52,7 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
         raise ConfigurationError(f"the task {entry.task_path!r} cannot be imported: {error}.") from error
     if not isinstance(found, Task):
         raise ConfigurationError(f"{entry.task_path!r} is not a task: decorate the function itself with @task.")
-    return found.using(
-        priority=entry.priority, queue_name=entry.queue_name, run_after=entry.run_after, backend=entry.backend
-    )
+    return found.using(queue_name=entry.queue_name, run_after=entry.run_after, backend=entry.backend)
 
 
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
@@ -74,3 +75,19 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
     # constructor has no parameter for the return value.
     object.__setattr__(result, "_return_value", entry.return_value)
     return result
+
+
+def erase_calls(rows: Rows, scope: Scope) -> int:
+    """Erase arguments, results and errors of tasks. A task that has not run gets the status FAILED."""
+    empty: dict[str, Any] = {"args": [], "kwargs": {}, "errors": [], "return_value": None}
+
+    def is_about(row: Any) -> bool:
+        values = {name: getattr(row, name) for name in empty}
+        linked = row.message_id in scope.message_ids or scope.mentions(json.dumps(values, ensure_ascii=False))
+        return linked and values != empty
+
+    def erased(row: Any) -> dict[str, Any]:
+        over = {"status": "FAILED", "finished_at": row.finished_at or datetime.now(UTC)}
+        return empty | (over if row.status in ("READY", "RUNNING") else {})
+
+    return saved(rows.filter(Q(message_id__in=scope.message_ids)) if not scope.texts else rows, is_about, erased)

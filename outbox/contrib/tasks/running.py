@@ -1,9 +1,4 @@
-"""Runs tasks. A subscriber handles each message of a task in the transaction that also writes the message's inbox row.
-
-Each READY row has a message of its own. The handler runs the most urgent due row, and locks only that row; if its own
-row is still READY, it publishes the row's next message. If any message could run any row, a handler might hold two rows
-while other messages find both locked and are consumed without effect: rows would stay READY for ever.
-"""
+"""Runs tasks. A subscriber handles each message of a task in the transaction that also writes its inbox row."""
 
 from __future__ import annotations
 
@@ -16,16 +11,17 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from django.db import OperationalError, connections, transaction
-from django.db.models import QuerySet
+from django.db import OperationalError, connections, router, transaction
 from django.utils import timezone
 
-from outbox.contrib.tasks.api import TaskContext, TaskResult, task_finished, task_started
+from outbox.contrib.django.subscribers.registry import Subscriber, register
+from outbox.contrib.tasks.api import TaskContext, TaskResult, task_backends, task_finished, task_started
 from outbox.contrib.tasks.backend import OutboxBackend
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.tasks.results import error_of, result_of, storable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
+from outbox.subscription import Subscription
 from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
@@ -36,37 +32,32 @@ Status = TaskEntry.Status
 # transaction may be idle for the whole time limit of the task, so replace this timeout.
 _ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
 
-# If another handler runs the entry, the entry's next message is delivered after at most this time.
-_LONGEST_WAIT_SECONDS: Final = 60
 
+def handler_for(backend: OutboxBackend, *, using: str) -> Callable[[Delivery], None]:
+    """Return the handler for the messages of a backend. `using` is the alias of the entries' database.
 
-def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[Delivery], None]:
-    """Return the handler for the messages of one queue, or of all queues if `queue` is ''.
-
-    `using` is the alias of the entries' database. For each message the handler runs one entry: the message's own entry,
-    or a more urgent entry that is due. The handler locks only the entry that it runs. If the message's own entry is
-    still READY afterwards, the handler publishes the next message of this entry in the same transaction. So a READY
-    entry always has a message, even after a failure. An entry whose last attempt has ended gets no further message.
+    A READY entry always has a message, even after a failure. An entry whose last attempt has ended gets no further
+    message.
     """
 
     def run_a_task(delivery: Delivery) -> None:
         _allow_idling(using, backend.settings.timeout_seconds)
-        ready = _ready(backend.alias, queue, using=using)
-        announced = ready.filter(pk=UUID(delivery.body["task"]), attempts=delivery.body["attempts"])
-        own = announced.first()
-        if own is None:
+        body = delivery.body
+        entries = TaskEntry.objects.using(using).filter(
+            pk=UUID(body["task"]), backend=backend.alias, status=Status.READY, attempts=body["attempts"]
+        )
+        if connections[using].features.has_select_for_update_skip_locked:
+            # Databases without SKIP LOCKED (SQLite) need no lock: a handler writes its inbox row first, and SQLite
+            # allows only one writer at a time.
+            entries = entries.select_for_update(skip_locked=True)
+        entry = entries.first()
+        if entry is None:
             logger.debug(
-                "message %s has no task to run, because the task was run or deleted before", delivery.message_id
+                "message %s has no task to run, because the task was run or deleted before, or another message runs it",
+                delivery.message_id,
             )
-        elif urgent := _locked(ready.filter(is_due=True, priority__gt=own.priority)):
-            _run(backend, urgent, using=using)
-            _announce_again(backend, announced, using=using, waits=0)
-        elif entry := _locked(announced):
-            _run(backend, entry, using=using)
         else:
-            # Another handler runs the entry now. If that handler rolls back, only the next message of the entry can run
-            # it.
-            _announce_again(backend, announced, using=using, waits=delivery.body.get("waits", 0) + 1)
+            _run(backend, entry, using=using)
 
     return run_a_task
 
@@ -75,38 +66,6 @@ def _allow_idling(using: str, seconds: float) -> None:
     if connections[using].vendor == "postgresql":
         with connections[using].cursor() as cursor:
             cursor.execute(_ALLOW_IDLING, [str(round(seconds * 1000))])
-
-
-def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
-    ready = TaskEntry.objects.using(using).filter(backend=backend, status=Status.READY)
-    return ready.filter(queue_name=queue) if queue else ready
-
-
-def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
-    """Return the most urgent entry that no other handler runs, locked until the transaction ends."""
-    if connections[entries.db].features.has_select_for_update_skip_locked:
-        # Databases without SKIP LOCKED (SQLite) need no lock: a handler writes its inbox row first, and SQLite allows
-        # only one writer at a time.
-        entries = entries.select_for_update(skip_locked=True)
-    return entries.order_by("-priority", "enqueued_at", "pk").first()
-
-
-def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, using: str, waits: int) -> None:
-    """Publish the next message of an entry that has not run yet. If another message has run the entry, do nothing.
-
-    `waits` is the number of consecutive messages of the entry that have found the entry locked. The delay of the next
-    message grows with this number, up to a minute.
-    """
-    entry = _locked(announced)
-    if entry is not None:
-        # The message of the entry has arrived, so the entry is due. After this, handlers of other entries' messages may
-        # also run the entry.
-        entry.is_due = True
-        backend.announce(entry, None, using=using)
-        entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
-    elif (entry := announced.first()) is not None:
-        wait = timedelta(seconds=min(2**waits, _LONGEST_WAIT_SECONDS))
-        backend.announce(entry, timezone.now() + wait, using=using, waits=waits)
 
 
 def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
@@ -169,9 +128,33 @@ def _finish(backend: OutboxBackend, entry: TaskEntry, *, using: str, known: bool
 
 def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, using: str) -> None:
     entry.status = Status.READY
-    entry.is_due = False
     backend.announce(entry, timezone.now() + wait, using=using)
     entry.save(using=using)
     logger.warning(
         "task %s (%s) failed; its next attempt is in %s", entry.id, entry.task_path, wait, exc_info=_current_error()
     )
+
+
+def register_backends() -> None:
+    """Register the subscribers of all backends.
+
+    Raises an error if the definition of a backend or its options is wrong.
+    """
+    using = router.db_for_write(TaskEntry)
+    for backend in task_backends.all():
+        if isinstance(backend, OutboxBackend):
+            for group, queue in backend.groups.items():
+                register(
+                    Subscriber(
+                        subscription=Subscription(
+                            group=group,
+                            topic=backend.settings.topic,
+                            filter=queue,
+                            threads=backend.settings.threads,
+                            timeout_seconds=backend.settings.timeout_seconds,
+                        ),
+                        handler=handler_for(backend, using=using),
+                        name=f"TASKS[{backend.alias!r}], queue {queue or '(any)'}",
+                        using=using,
+                    )
+                )

@@ -1,8 +1,8 @@
 """Finds READY entries without a message, reports them as a condition, and publishes a new message for each of them.
 
-The handlers publish a message for every READY entry (running.py). An entry can lose its message in four ways: the
-broker's database was restored; retention removed the message before its group consumed it; an operator moved the offset
-past the message; or code from before migration 0002 consumed the message.
+The handlers publish a message for every READY entry (running.py). An entry can lose its message in three ways: the
+broker's database was restored; retention removed the message before its group consumed it; or an operator moved the
+offset past the message.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, router, transaction
-from django.db.models import Q
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
@@ -50,14 +48,6 @@ _WHY: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stranded:
-    """An entry without a message. `where` tells what happened to the last message of the entry."""
-
-    entry: TaskEntry
-    where: Whereabouts
-
-
 @CONDITIONS.declare(
     meaning="Django tasks are READY, but the broker has no message left that would run them.",
     next_step="The role `check` publishes the messages of stranded tasks again within a minute. If a task must not "
@@ -66,15 +56,15 @@ class Stranded:
 )
 def task_stranded(state: BrokerState) -> Iterator[Judged]:
     alias = router.db_for_write(TaskEntry)
-    for one in _stranded(state.run, _oldest(_LOOKED_AT, using=alias)):
+    for entry, where in _stranded(state.run, _oldest(_LOOKED_AT, using=alias)):
         yield (
             Severity.WARNING,
             {
-                "task": str(one.entry.pk),
-                "path": one.entry.task_path,
-                "queue": one.entry.queue_name,
-                "message": str(one.entry.message_id or ""),
-                "why": _WHY[one.where],
+                "task": str(entry.pk),
+                "path": entry.task_path,
+                "queue": entry.queue_name,
+                "message": str(entry.message_id),
+                "why": _WHY[where],
             },
         )
 
@@ -94,8 +84,8 @@ def mend() -> Mapping[str, Any]:
         for _ in range(_BATCHES):
             entries = _oldest(_BATCH, using=alias, offset=looked_at)
             found = list(_stranded(run, entries))
-            for one in found:
-                if (done := _mend(one, using=alias)) is not None:
+            for entry, where in found:
+                if (done := _mend(entry, where, using=alias)) is not None:
                     counts[done] += 1
             # The next query skips only the entries that keep their old messages. An entry that got a new message is not
             # among the entries with the oldest messages any more, so the query need not skip it.
@@ -107,25 +97,22 @@ def mend() -> Mapping[str, Any]:
 
 def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     before = timezone.now() - _GRACE
-    # Entries from before migration 0002 have no message id. If such an entry is not due, the broker still has its
-    # delayed message.
-    unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
-    ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
+    ready = TaskEntry.objects.using(using).filter(announced_at__lt=before, status=Status.READY)
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
 
 
-def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]:
+def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[tuple[TaskEntry, Whereabouts]]:
+    """Yield each entry without a message, and what happened to its last one."""
     by_group: dict[str, list[TaskEntry]] = defaultdict(list)
     for entry in entries:
         if (backend := _backend_of(entry)) is not None:
             by_group[backend.group_of(entry.queue_name)].append(entry)
     for group, mine in by_group.items():
-        places = whereabouts(run, group, [entry.message_id for entry in mine if entry.message_id is not None])
+        places = whereabouts(run, group, [entry.message_id for entry in mine])
         for entry in mine:
-            where = places[entry.message_id] if entry.message_id is not None else Whereabouts.GONE
             # Read the entry again, because the entry's message may have run the task since the first query.
-            if where in _WHY and _unlocked(entry, using=entry._state.db or "default"):
-                yield Stranded(entry, where)
+            if (where := places[entry.message_id]) in _WHY and _unlocked(entry, using=entry._state.db or "default"):
+                yield entry, where
 
 
 def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
@@ -139,21 +126,21 @@ def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
         return same.first()
 
 
-def _mend(stranded: Stranded, *, using: str) -> str | None:
-    backend = _backend_of(stranded.entry)
+def _mend(stranded: TaskEntry, where: Whereabouts, *, using: str) -> str | None:
+    backend = _backend_of(stranded)
     assert backend is not None
     with transaction.atomic(using=using):
-        entry = _unlocked(stranded.entry, using=using)
+        entry = _unlocked(stranded, using=using)
         if entry is None:
             return None
-        if stranded.where is Whereabouts.DISCARDED:
+        if where is Whereabouts.DISCARDED:
             entry.status, entry.finished_at = Status.FAILED, timezone.now()
             entry.save(using=using)
-            logger.warning("task %s (%s) is FAILED: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+            logger.warning("task %s (%s) is FAILED: %s", entry.pk, entry.task_path, _WHY[where])
             return "failed"
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["message_id", "announced_at"])
-        logger.warning("task %s (%s) has a new message: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+        logger.warning("task %s (%s) has a new message: %s", entry.pk, entry.task_path, _WHY[where])
         return "published"
 
 

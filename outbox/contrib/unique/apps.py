@@ -20,6 +20,6 @@ class OutboxUniqueConfig(AppConfig):
         hooks.add_tables(
             self.label,
             rights={"outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()}},
-            content={"UniqueKey": "outbox.contrib.unique.erasing.erase_keys"},
+            content={"UniqueKey": "outbox.contrib.unique.keys.erase_keys"},
         )
         hooks.add_pruning("outbox_unique", "outbox.contrib.unique.keys.delete_expired")

@@ -18,6 +18,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, read_uuid, stored_uuid
+from outbox.contrib.django.operations.personal_data import Rows, Scope
 from outbox.errors import NotSupported, SendFailed
 
 
@@ -95,9 +96,9 @@ def reserve(connection: BaseDatabaseWrapper, messages: Sequence[KeyRequest]) -> 
     if connection.vendor == "postgresql":
         held = _take_postgresql(connection, wanted)
     elif connection.vendor == "sqlite":
-        held = _take_sqlite(connection, wanted)
+        held = {key: _take_one_sqlite(connection, key, item) for key, item in wanted.items()}
     elif connection.vendor == "mysql":
-        held = _take_mariadb(connection, wanted)
+        held = {key: _take_one_mariadb(connection, key, item) for key, item in wanted.items()}
     else:
         raise NotSupported(
             f"Unique({messages[0].unique!r}) for topic {messages[0].topic!r}: the database {connection.alias!r} is "
@@ -177,17 +178,13 @@ WHERE outbox_unique.until <= {SQLITE_NOW}
 _HOLDER_SQLITE: Final = "SELECT message_id FROM outbox_unique WHERE topic = %s AND unique_key = %s"
 
 
-def _take_sqlite(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, KeyRequest]) -> dict[_Key, UUID]:
-    held: dict[_Key, UUID] = {}
+def _take_one_sqlite(connection: BaseDatabaseWrapper, key: _Key, item: KeyRequest) -> UUID:
+    """Take a key if it is free or its time is over. Return the message that holds the key now."""
     with connection.cursor() as cursor:
-        for key, item in wanted.items():
-            seconds = f"+{item.within.total_seconds():.6f} seconds"
-            cursor.execute(_TAKE_SQLITE, [*key, item.message_id.hex, seconds])
-            cursor.execute(_HOLDER_SQLITE, key)
-            holder = UUID(cursor.fetchone()[0])
-            if holder != item.message_id:
-                held[key] = holder
-    return held
+        seconds = f"+{item.within.total_seconds():.6f} seconds"
+        cursor.execute(_TAKE_SQLITE, [*key, item.message_id.hex, seconds])
+        cursor.execute(_HOLDER_SQLITE, key)
+        return UUID(cursor.fetchone()[0])
 
 
 # -- MariaDB ---------------------------------------------------------------------------------------
@@ -204,16 +201,6 @@ _REPLACE_MARIADB: Final = """
 UPDATE outbox_unique SET message_id = %s, until = UTC_TIMESTAMP(6) + INTERVAL %s SECOND
 WHERE topic = %s AND unique_key = %s AND until <= UTC_TIMESTAMP(6)
 """
-
-
-def _take_mariadb(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, KeyRequest]) -> dict[_Key, UUID]:
-    """Take the keys one after the other, and return the holders of the keys that other messages hold."""
-    held: dict[_Key, UUID] = {}
-    for key, item in wanted.items():
-        holder = _take_one_mariadb(connection, key, item)
-        if holder != item.message_id:
-            held[key] = holder
-    return held
 
 
 def _take_one_mariadb(connection: BaseDatabaseWrapper, key: _Key, item: KeyRequest) -> UUID:
@@ -291,3 +278,8 @@ def _delete_mariadb(connection: BaseDatabaseWrapper, limit: int) -> int:
             raise
         cursor.execute("COMMIT")
         return len(keys)
+
+
+def erase_keys(rows: Rows, scope: Scope) -> int:
+    """Delete the rows of the erased messages: a unique key is chosen by the application, so it may be personal."""
+    return rows.filter(message_id__in=scope.message_ids).delete()[0]

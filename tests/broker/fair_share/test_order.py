@@ -36,7 +36,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 @pytest.fixture
 def all_fetched(orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    """A function that waits until all messages of the log were fetched. Nothing is found by polling."""
+    """A function that waits until all messages of the log were fetched, once more at each call. Nothing is polled."""
     fetch, found = Fetcher.fetch, [0]
 
     def counted(self: Fetcher, *arguments: Any) -> list[Row]:
@@ -51,6 +51,7 @@ def all_fetched(orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> Ca
         with psycopg.connect(orders.url) as connection:
             [count] = connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() or [0]
         eventually(lambda: found[0] >= count, what=lambda: f"{found[0]} of {count} messages are fetched")
+        found[0] -= count
 
     return wait
 
@@ -71,6 +72,27 @@ def test_a_flood_of_one_tenant_does_not_delay_the_others(
     assert max(handled.places("b")) < 20
     assert [n for tenant, n in handled.calls if tenant == "a"] == list(range(flood))
     orders.assert_conserved("g")
+
+
+def test_each_instance_of_a_broadcast_group_takes_the_tenants_in_turn(
+    orders: ConsumptionBench, all_fetched: Callable[[], object]
+) -> None:
+    """A failed message is tried again in the process, in the turn of its tenant."""
+    orders.publish([*of("a", 300), *of("b", 2)])
+    everything = sorted([*(("a", n) for n in range(300)), ("b", 0), ("b", 1)])
+    for _ in range(2):
+        failed: list[int] = []
+
+        def fails(delivery: Delivery, failed: list[int] = failed) -> bool:
+            is_first = delivery.body["tenant"] == "b" and not failed
+            failed.extend([delivery.attempt] if is_first else [])
+            return is_first
+
+        handled = Handled(all_fetched, fails)
+        with orders.running((fair(broadcast=True), handled)):
+            eventually(lambda: len(handled.calls) == 302, within_seconds=90)  # noqa: B023
+        assert (sorted(handled.calls), failed) == (everything, [1])
+        assert max(handled.places("b")) < 20
 
 
 def test_control_without_the_option_the_others_wait(orders: ConsumptionBench) -> None:

@@ -23,7 +23,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.schedules import publishing
-from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.publishing import ScheduleCounts, Scheduling, publish_now
 from outbox.contrib.schedules.schedule import (
     NAME_HEADER,
@@ -48,7 +47,7 @@ HOUR = timedelta(hours=1)
 
 
 def hourly(name: str = "report", **options: Any) -> Schedule:
-    given = {"topic": "orders", "cron": Cron("0 * * * *", "UTC"), **options}
+    given = {"topic": "orders", "expression": "0 * * * *", **options}
     return Schedule(producer_group=GROUP, name=name, **given)
 
 
@@ -184,7 +183,7 @@ def test_a_leader_that_read_a_moment_before_the_other_one_published_it(run: Exec
 def test_the_broker_process_publishes_what_is_due_and_queues_it(
     run: Executor, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    declare(run, GROUP, [hourly(cron=Cron("* * * * *", "UTC"))], now=datetime.now(UTC) - timedelta(minutes=3))
+    declare(run, GROUP, [hourly(expression="* * * * *")], now=datetime.now(UTC) - timedelta(minutes=3))
     with process(database):
         eventually(lambda: queued_ids(connection), what="the queued message")
     assert row(run).next_at > datetime.now(UTC)
@@ -289,7 +288,7 @@ def test_moments_that_passed_without_a_message(
 def test_catching_up_is_bounded_and_says_how_many_moments_have_no_message(
     run: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    declare(run, GROUP, [hourly(cron=Cron("* * * * *", "UTC"), missed=Missed.CATCH_UP)], now=NOON)
+    declare(run, GROUP, [hourly(expression="* * * * *", missed=Missed.CATCH_UP)], now=NOON)
     now = NOON + timedelta(minutes=1250, seconds=20)
     counts = publish(run, now)
     assert (counts.published, counts.dropped, counts.wait_seconds) == (100, 250, 0.0)
@@ -321,7 +320,7 @@ def test_a_declaration_is_renewed_and_one_that_no_process_declares_is_removed_la
 
 def test_another_service_neither_changes_nor_removes_a_schedule_of_the_same_name(run: Executor) -> None:
     declare(run, GROUP, [hourly()], now=NOON)
-    other = Schedule(producer_group="other", name="report", topic="orders", cron=Cron("30 * * * *", "UTC"))
+    other = Schedule(producer_group="other", name="report", topic="orders", expression="30 * * * *")
     declare(run, "other", [other], now=NOON)
     assert [(one.producer_group, one.expression) for one in list_schedules(run)] == [
         ("other", "30 * * * *"),
@@ -335,7 +334,7 @@ def test_another_service_neither_changes_nor_removes_a_schedule_of_the_same_name
 
 def test_two_versions_that_change_a_declaration_in_turn_lose_no_moment(run: Executor) -> None:
     """During a deployment each process declares its own version once a minute."""
-    old, new = hourly(cron=Cron("0 * * * *", "UTC")), hourly(cron=Cron("0,30 * * * *", "UTC"))
+    old, new = hourly(expression="0 * * * *"), hourly(expression="0,30 * * * *")
     declare(run, GROUP, [old], now=NOON)
     at = NOON
     for number in range(150):
@@ -349,7 +348,7 @@ def test_two_versions_that_change_a_declaration_in_turn_lose_no_moment(run: Exec
 def test_a_change_of_the_expression_does_not_publish_the_past(run: Executor) -> None:
     declare(run, GROUP, [hourly()], now=NOON)
     publish(run, NOON + HOUR)
-    changed = hourly(cron=Cron("45 3 * * *", "UTC"))
+    changed = hourly(expression="45 3 * * *")
     later = NOON + timedelta(minutes=119)
     assert declare(run, GROUP, [changed], now=later).changed == 1
     assert declare(run, GROUP, [changed], now=later).changed == 0
@@ -362,7 +361,7 @@ def test_a_change_of_the_expression_does_not_drop_a_moment_that_has_just_become_
 ) -> None:
     """A worker with new code starts before the leader has published the moment, which the new code does not know."""
     declare(run, GROUP, [hourly()], now=NOON)
-    changed = hourly(cron=Cron("30 * * * *", "UTC"))
+    changed = hourly(expression="30 * * * *")
     assert declare(run, GROUP, [changed], now=NOON + HOUR + late).changed == 0
     assert publish(run, NOON + HOUR + late).published == 1
     assert declare(run, GROUP, [changed], now=NOON + HOUR + timedelta(minutes=1)).changed == 1
@@ -379,7 +378,7 @@ def test_a_change_mends_a_schedule_that_cannot_be_published(run: Executor) -> No
 
 def test_a_change_waits_at_most_a_minute_for_a_leader(run: Executor) -> None:
     declare(run, GROUP, [hourly()], now=NOON)
-    changed = hourly(cron=Cron("30 * * * *", "UTC"))
+    changed = hourly(expression="30 * * * *")
     assert declare(run, GROUP, [changed], now=NOON + HOUR + timedelta(minutes=1)).changed == 1
 
 

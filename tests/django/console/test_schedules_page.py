@@ -8,7 +8,6 @@ import pytest
 from django.core.management import call_command
 from django.test import Client
 
-from outbox.contrib.schedules.cron import Cron
 from outbox.contrib.schedules.schedule import Schedule, declare
 from tests.django.broker_world import World
 
@@ -16,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def test_the_page_shows_last_and_next_and_links_the_last_message(world: World, operator: Client) -> None:
-    cron = Cron("0 3 * * *", "Europe/Berlin")
-    declare(world.run, "shop", [Schedule(producer_group="shop", name="report", topic="orders", cron=cron)])
+    at_three = {"expression": "0 3 * * *", "timezone": "Europe/Berlin"}
+    declare(world.run, "shop", [Schedule(producer_group="shop", name="report", topic="orders", **at_three)])
     call_command("outbox_schedule", "run", "report", stdout=StringIO())
     [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
     page = operator.get("/outbox/schedules/").content.decode()

@@ -19,12 +19,6 @@ class Migration(migrations.Migration):
                 ('generation', models.IntegerField(default=0)),
                 ('disabled_at', models.DateTimeField(null=True)),
                 ('disabled_reason', models.TextField(default='')),
-                ('delivered', models.BigIntegerField(default=0)),
-                ('failed', models.BigIntegerField(default=0)),
-                ('last_status', models.CharField(default='', max_length=31)),
-                ('last_delivered_at', models.DateTimeField(null=True)),
-                ('last_error', models.TextField(default='')),
-                ('last_error_at', models.DateTimeField(null=True)),
             ],
             options={
                 'db_table': 'outbox_endpoint',

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox.codec import REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
-from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
+from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, EndpointGone, Outgoing, Rejected, Sink
 from outbox.erased import ERASED, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, PartialFailure, ServiceUnavailable, UndecodableBody
 from outbox.message import Delivery
@@ -52,8 +52,8 @@ class Endpoint(Protocol):
         Raises ServiceUnavailable while the endpoint is disabled.
         """
 
-    def record(self, generation: int, results: Sequence[Exception | None]) -> None:
-        """Record the results of one call of the sink. EndpointGone disables the endpoint of this generation."""
+    def disable(self, generation: int, error: EndpointGone) -> None:
+        """Disable the endpoint of this generation, because it says that it is gone."""
 
 
 class Forwarder:
@@ -160,10 +160,11 @@ class Forwarder:
         generation = self._endpoint.admit()
         try:
             results = self._sink.send(messages)
-        except ServiceUnavailable as error:
-            self._endpoint.record(generation, [error])
+        except EndpointGone as error:
+            self._endpoint.disable(generation, error)
             raise
-        self._endpoint.record(generation, results)
+        if gone := next((one for one in results if isinstance(one, EndpointGone)), None):
+            self._endpoint.disable(generation, gone)
         return results
 
 

@@ -1,8 +1,6 @@
-"""Signs and verifies webhooks by the Standard Webhooks scheme.
+"""Signs and verifies webhooks by the Standard Webhooks scheme: `v1` (HMAC-SHA256, one shared secret `whsec_…`).
 
-The scheme has two kinds of signatures: `v1` (HMAC-SHA256, one shared secret `whsec_…`) and `v1a` (ed25519, a secret key
-`whsk_…` of the sender and a public key `whpk_…` of the receiver; needs the package cryptography). A receiver in Python
-can use `verify` directly. docs/forwarding.md shows the same checks with openssl.
+A receiver in Python can use `verify` directly. docs/forwarding.md shows the same check with openssl.
 """
 
 from __future__ import annotations
@@ -11,18 +9,12 @@ import base64
 import binascii
 import hashlib
 import hmac
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from outbox.errors import ConfigurationError, OutboxError
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 PREFIX: Final = "whsec_"
-SECRET_KEY_PREFIX: Final = "whsk_"
-PUBLIC_KEY_PREFIX: Final = "whpk_"
 # The allowed difference in seconds between a timestamp and the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
@@ -30,12 +22,6 @@ _LEAST_BYTES, _MOST_BYTES = 24, 64
 # digits.
 _MOST_DIGITS: Final = 18
 _SHOWN_CHARACTERS: Final = 200
-# `verify` looks at so many signatures of a request. A sender has one signature per secret, and each check of an ed25519
-# signature costs time.
-_MOST_SIGNATURES: Final = 20
-
-Signer = Callable[[bytes], str]
-"""Returns the signature of some content, with its version: `v1,…` or `v1a,…`."""
 
 
 class InvalidSignature(OutboxError):
@@ -56,36 +42,13 @@ def secret_bytes(secret: str) -> bytes:
     return key
 
 
-def key_pair() -> tuple[str, str]:
-    """Return a new secret key `whsk_…` for the sender, and its public key `whpk_…` for the receiver."""
-    _require_cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    secret = Ed25519PrivateKey.generate()
-    return SECRET_KEY_PREFIX + _text(secret.private_bytes_raw()), PUBLIC_KEY_PREFIX + _text(
-        secret.public_key().public_bytes_raw()
-    )
-
-
-def signer(secret: str) -> Signer:
-    """Return the function that signs with a secret `whsec_…` (v1) or a secret key `whsk_…` (v1a).
-
-    Raises ConfigurationError, which does not show the secret.
-    """
-    if secret.startswith(SECRET_KEY_PREFIX):
-        private = _secret_key(secret)
-        return lambda content: "v1a," + _text(private.sign(content))
-    key = secret_bytes(secret)
-    return lambda content: "v1," + _text(hmac.digest(key, content, hashlib.sha256))
-
-
-def sign(signers: Sequence[Signer], message_id: str, timestamp: int, body: bytes) -> str:
+def sign(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> str:
     """Return the value of the header webhook-signature.
 
-    The value has one signature per signer, so the receiver needs one secret or public key only.
+    The value has one signature per key (`secret_bytes`), so the receiver needs one secret only.
     """
-    content = _content(message_id, timestamp, body)
-    return " ".join(one(content) for one in signers)
+    content = _content(message_id, str(timestamp), body)
+    return " ".join(_signature(key, content) for key in keys)
 
 
 def verify(
@@ -98,19 +61,21 @@ def verify(
 ) -> str:
     """Check a received webhook, with its unchanged body; return the message's id. `now` is the time since the epoch.
 
-    `secrets` are the secrets `whsec_…` and public keys `whpk_…` that are valid now. One valid signature is enough.
+    `secrets` are the secrets `whsec_…` that are valid now. One valid signature is enough.
 
     Store this id in the same transaction as the effect of the webhook. If the sender or an attacker repeats the request
     within the tolerance, the id is the same. If you accept the secrets of several senders, store the sender with the
-    id, because two senders may choose the same id. Raises InvalidSignature.
+    id, because two senders may choose the same id. Raises InvalidSignature, or ConfigurationError for a wrong secret.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
     if not message_id or not stamp:
         raise InvalidSignature("the request has no header webhook-id or no header webhook-timestamp: refuse it.")
     # Check the signature first. Until the signature is checked, any caller may have written the headers, so their
-    # values are not used.
-    if not _is_signed(secrets, message_id, stamp, body, given.get("webhook-signature", "")):
+    # values are not used. The comparison takes constant time.
+    given_signatures = [_encoded(one) for one in given.get("webhook-signature", "").split(" ")]
+    expected = [_signature(secret_bytes(one), _content(message_id, stamp, body)).encode() for one in secrets]
+    if not any(hmac.compare_digest(one, other) for one in expected for other in given_signatures):
         raise InvalidSignature(
             f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} matches a known secret: refuse the request."
         )
@@ -128,92 +93,14 @@ def verify(
     return message_id
 
 
-_Check = Callable[[bytes, Sequence[tuple[str, bytes]]], bool]
-"""Whether one of some signatures, given with their versions, is a signature of some content."""
+def _signature(key: bytes, content: bytes) -> str:
+    return "v1," + base64.b64encode(hmac.digest(key, content, hashlib.sha256)).decode()
 
 
-def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes, header: str) -> bool:
-    """Whether one of the secrets made a signature in the header."""
-    checks = [_check_of_key(one) if one.startswith(PUBLIC_KEY_PREFIX) else _check_of_secret(one) for one in secrets]
-    parts = [part.partition(",") for part in header.split(" ")[:_MOST_SIGNATURES]]
-    given = [(version, _encoded(signature)) for version, _, signature in parts]
-    content = _content(message_id, stamp, body)
-    return any(check(content, given) for check in checks)
-
-
-def _check_of_secret(secret: str) -> _Check:
-    key = secret_bytes(secret)
-
-    def check(content: bytes, given: Sequence[tuple[str, bytes]]) -> bool:
-        expected = _text(hmac.digest(key, content, hashlib.sha256)).encode()
-        # The comparison takes constant time.
-        return any(version == "v1" and hmac.compare_digest(expected, one) for version, one in given)
-
-    return check
-
-
-def _check_of_key(public: str) -> _Check:
-    raw = _decoded(public, PUBLIC_KEY_PREFIX, (32,))
-    _require_cryptography()
-    from cryptography.exceptions import InvalidSignature as Unequal
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    key = Ed25519PublicKey.from_public_bytes(raw)
-
-    def is_valid(signature: bytes, content: bytes) -> bool:
-        try:
-            key.verify(base64.b64decode(signature, validate=True), content)
-        except (Unequal, ValueError):
-            return False
-        return True
-
-    return lambda content, given: any(version == "v1a" and is_valid(one, content) for version, one in given)
-
-
-def _secret_key(secret: str) -> Ed25519PrivateKey:
-    """Return the key of `whsk_…`: 32 bytes, or 64 bytes whose second half is the public key, as libsodium writes it."""
-    raw = _decoded(secret, SECRET_KEY_PREFIX, (32, 64))
-    _require_cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    private = Ed25519PrivateKey.from_private_bytes(raw[:32])
-    if raw[32:] not in (b"", private.public_key().public_bytes_raw()):
-        raise ConfigurationError(
-            f"a webhook secret {SECRET_KEY_PREFIX!r} has a second half that is not its public key: create a new pair "
-            "with outbox.contrib.forwarding.sinks.signatures.key_pair()."
-        )
-    return private
-
-
-def _require_cryptography() -> None:
-    if importlib.util.find_spec("cryptography") is None:
-        raise ConfigurationError(
-            f"webhook keys {SECRET_KEY_PREFIX}… and {PUBLIC_KEY_PREFIX}… need cryptography: install "
-            "outbox-transactional[webhook-ed25519]."
-        )
-
-
-def _decoded(key: str, prefix: str, lengths: Sequence[int]) -> bytes:
-    try:
-        raw = base64.b64decode(key.removeprefix(prefix), validate=True)
-    except (binascii.Error, ValueError):
-        raw = b""
-    if len(raw) not in lengths:
-        raise ConfigurationError(
-            f"a webhook key {prefix!r} must be this prefix and the base64 text of an ed25519 key: create a pair with "
-            "outbox.contrib.forwarding.sinks.signatures.key_pair()."
-        )
-    return raw
-
-
-def _content(message_id: str, timestamp: int | str, body: bytes) -> bytes:
+def _content(message_id: str, timestamp: str, body: bytes) -> bytes:
     return _encoded(f"{message_id}.{timestamp}.") + body
 
 
 def _encoded(text: str) -> bytes:
     """Encode as UTF-8. A server may pass headers with lone surrogates, which the strict codec refuses."""
     return text.encode(errors="surrogatepass")
-
-
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()

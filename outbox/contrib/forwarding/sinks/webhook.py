@@ -43,7 +43,7 @@ _ATTEMPT: Final = frozenset((408, 421, 423))
 class WebhookSink:
     """Sends messages to one URL.
 
-    `secrets` are `whsec_…` and `whsk_…` texts. With two secrets, each request has both signatures, so that the receiver
+    `secrets` are `whsec_…` texts. With two secrets, each request has both signatures, so that the receiver
     can change from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`)
     must be allowed explicitly. The sink follows no redirects and ignores the proxies of the environment, so a request
     goes only to the declared URL. `timeout_seconds` limits connecting, and each wait for the receiver. An endpoint that
@@ -68,10 +68,8 @@ class WebhookSink:
     ) -> None:
         self._url = _checked(url, allow_http)
         if isinstance(secrets, str) or not secrets:
-            raise ConfigurationError(
-                f"webhook {self._url.host}: secrets must be a list of at least one whsec_… or whsk_… text."
-            )
-        self._signers = [signatures.signer(secret) for secret in secrets]
+            raise ConfigurationError(f"webhook {self._url.host}: secrets must be a list of at least one whsec_… text.")
+        self._keys = [signatures.secret_bytes(secret) for secret in secrets]
         self._headers = dict(headers or {})
         self._clock = clock
         self._client = httpx.Client(
@@ -107,7 +105,7 @@ class WebhookSink:
             "content-type": message.content_type,
             "webhook-id": message_id,
             "webhook-timestamp": str(stamp),
-            "webhook-signature": signatures.sign(self._signers, message_id, stamp, message.body),
+            "webhook-signature": signatures.sign(self._keys, message_id, stamp, message.body),
         }
 
     def _verdict(self, message: Outgoing, response: httpx.Response) -> Exception | None:

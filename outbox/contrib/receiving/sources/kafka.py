@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from outbox.contrib.receiving.sources.source import Incoming
+from outbox.contrib.receiving.sources.source import Incoming, text_of
 from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class KafkaSource:
 
     def _incoming(self, message: Message) -> Incoming:
         partition, offset = message.partition(), message.offset()
-        headers = {_name(name): _text(value) for name, value in dict(message.headers() or ()).items()}
+        headers = {_name(name): text_of(value or "") for name, value in dict(message.headers() or ()).items()}
         place = f"{self._topic}/{partition}/{offset}/{message.timestamp()[1]}"
         key = message.key()
         return Incoming(
@@ -104,7 +104,7 @@ class KafkaSource:
             body=message.value() or b"",
             where=f"message {partition}/{offset} of {self._name}",
             content_type=headers.get("content-type", ""),
-            key="" if key is None else _text(key),
+            key="" if key is None else text_of(key),
             headers=headers,
             handle=(partition, offset),
         )
@@ -113,7 +113,3 @@ class KafkaSource:
 def _name(header: str) -> str:
     """Return a header name in the form of other transports: `ce-id` for `ce_id`, which Kafka's CloudEvents use."""
     return f"ce-{header[3:]}" if header.startswith("ce_") else header
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

@@ -12,7 +12,7 @@ from kombu.exceptions import KombuError
 from kombu.message import Message
 from kombu.messaging import Consumer
 
-from outbox.contrib.receiving.sources.source import Incoming
+from outbox.contrib.receiving.sources.source import Incoming, text_of
 from outbox.errors import ServiceUnavailable
 from outbox.utils.safe_text import mask_passwords
 
@@ -91,18 +91,14 @@ class KombuSource:
         return ServiceUnavailable(f"{self._name} cannot be read: {type(error).__name__}: {error}")
 
     def _incoming(self, message: Message) -> Incoming:
-        headers = {str(name): _text(value) for name, value in (message.headers or {}).items()}
+        headers = {str(name): text_of(value) for name, value in (message.headers or {}).items()}
         body = message.body
         return Incoming(
-            message_id=_text(message.properties.get("message_id") or ""),
-            sender=_text(message.properties.get("app_id") or ""),
+            message_id=text_of(message.properties.get("message_id") or ""),
+            sender=text_of(message.properties.get("app_id") or ""),
             body=bytes(body) if isinstance(body, (bytes, memoryview)) else str(body).encode(),
             where=f"message {message.delivery_tag} of {self._name}",
             content_type=message.content_type or "",
             headers=headers,
             handle=message,
         )
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

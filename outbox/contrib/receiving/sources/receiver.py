@@ -24,7 +24,6 @@ from outbox.contrib.receiving.sources.source import (
     convert,
     identity,
     message_id_of,
-    parts_of,
 )
 from outbox.errors import (
     BrokerUnavailable,
@@ -124,12 +123,10 @@ class Receiver:
         done = Received()
         if not received:
             return done
-        incoming = [part for one in received for part in parts_of(one)]
-        # A batch of CloudEvents may be empty.
-        whole = not incoming or self._all_at_once(incoming)
+        whole = self._all_at_once(received)
         if whole:
-            done.stored = len(incoming)
-        for one in () if whole else incoming:
+            done.stored = len(received)
+        for one in () if whole else received:
             if self._store(one):
                 done.stored += 1
             else:

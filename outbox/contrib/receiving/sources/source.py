@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from outbox.codec import REFERENCE_CONTENT_TYPE
@@ -16,7 +16,6 @@ from outbox.message import Message
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
 _HEADER: Final = "outbox-header-"
 _STRUCTURED: Final = "application/cloudevents+json"
-_BATCH: Final = "application/cloudevents-batch+json"
 # The prefixes of CloudEvents attributes in the headers of Kafka (`ce_`) and of AMQP.
 _PREFIXES: Final = ("ce_", "cloudevents:", "cloudevents_")
 _SHOWN_CHARACTERS: Final = 255
@@ -95,32 +94,6 @@ def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
     return uuid.uuid5(uuid.uuid5(scope, sender) if sender else scope, message_id)
 
 
-def parts_of(incoming: Incoming) -> list[Incoming]:
-    """Return the events of a batch of CloudEvents, each as a message of its own. Any other message stays whole.
-
-    An event of the batch has no id but its own, so a repetition in another batch is recognised. A batch that cannot be
-    read stays whole.
-    """
-    if not incoming.content_type.lower().startswith(_BATCH):
-        return [incoming]
-    try:
-        events = json.loads(incoming.body)
-    except (ValueError, RecursionError):
-        return [incoming]
-    if not isinstance(events, list) or not all(isinstance(one, dict) for one in events):
-        return [incoming]
-    return [
-        replace(
-            incoming,
-            message_id="",
-            body=json.dumps(one, ensure_ascii=False, separators=(",", ":")).encode(errors="replace"),
-            where=f"event {number} of {incoming.where}",
-            content_type=_STRUCTURED,
-        )
-        for number, one in enumerate(events, 1)
-    ]
-
-
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
     """Return the message to store in `topic`.
 
@@ -160,6 +133,11 @@ def _event(incoming: Incoming) -> Mapping[str, str]:
     except (ValueError, RecursionError):
         return {}
     return {name: value for name, value in body.items() if isinstance(value, str)} if isinstance(body, dict) else {}
+
+
+def text_of(value: object) -> str:
+    """Return a value of a transport's header as text."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _attribute(header: str) -> str:

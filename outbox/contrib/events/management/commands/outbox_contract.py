@@ -1,18 +1,32 @@
-"""`manage.py outbox_contract check|show|write|asyncapi`."""
+"""`manage.py outbox_contract check|show|write`."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from django.apps import apps
 from django.core.management.base import CommandError, CommandParser
+from django.utils.module_loading import module_has_submodule
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.events.project import declared_events, service_document
-from outbox.events.asyncapi import json_schema
-from outbox.events.contract import check, declared_contracts, read_contracts, shown, write_contracts, written
+from outbox.contrib.django.subscribers.registry import autodiscover
+from outbox.errors import ConfigurationError
+from outbox.events.contract import (
+    check,
+    declared_contracts,
+    json_schema,
+    read_contracts,
+    shown,
+    write_contracts,
+    written,
+)
+from outbox.events.declaration import EventType, events
+from outbox.utils.safe_text import error_line
 
 _FOLDER: Final = "contracts"
+_MODULE: Final = "events"
 
 
 class Command(OutboxCommand):
@@ -36,9 +50,6 @@ class Command(OutboxCommand):
         found.add_argument(
             "--force", action="store_true", help="write changes too that `check` refuses, and forget older revisions"
         )
-        found = chosen.add_parser("asyncapi", help="print the AsyncAPI 3 document of this service")
-        found.add_argument("--title", help="the title of the document (default: the producer group)")
-        found.add_argument("--api-version", default="1.0.0", help="its version (default: %(default)s)")
 
     def _add_folder(self, parser: CommandParser) -> None:
         parser.add_argument(
@@ -90,6 +101,20 @@ class Command(OutboxCommand):
         if not changed:
             self.say(f"{options['folder']} is up to date.")
 
-    def _asyncapi(self, options: dict[str, Any], declared: list[Any]) -> None:
-        document = service_document(title=options["title"], version=options["api_version"])
-        self.print_json(document)
+
+def declared_events() -> list[EventType]:
+    """Import the subscribers and the module `events` of every app, and return all declared events.
+
+    Raises ConfigurationError if a module cannot be imported.
+    """
+    autodiscover()
+    for app in apps.get_app_configs():
+        if app.module is None or app.name.startswith("django.") or not module_has_submodule(app.module, _MODULE):
+            continue
+        try:
+            import_module(f"{app.name}.{_MODULE}")
+        except Exception as error:
+            raise ConfigurationError(
+                f"the events in {app.name}.{_MODULE} cannot be imported: {error_line(error)}."
+            ) from error
+    return events()

@@ -1,14 +1,17 @@
-"""The actions on messages that wait for the relay: send a rejected message again, or discard a message."""
+"""What operators do with messages that wait for the relay, and the lists whose figures on RocketMQ are others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID
 
+from outbox.broker.operations.dead_letters import DeadLetter
+from outbox.contrib.django.actions import messages, transactions
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.rocketmq import relay_rows
+from outbox.contrib.rocketmq import operations, relay_rows
 from outbox.contrib.rocketmq.models import RelayEntry
 from outbox.errors import UsageError
 
@@ -116,4 +119,46 @@ WAITING: Final = Listing(
     help="list the oldest waiting messages",
     fields=(Field("limit", "rows per database (default %(default)s)", FieldKind.COUNT, default=100),),
     json=_as_json,
+)
+
+
+# -- lists of RocketMQ's own messages --------------------------------------------------------------
+
+
+_HERE: Final[Any] = {"engine": "rocketmq", "of_broker": False}
+
+
+def _letters(run: None, asked: Asked) -> list[DeadLetter]:
+    page = asked.only("settled", "after")
+    return operations.list_letters(asked["group"], messages.selected(asked), **page, limit=asked.limit)
+
+
+# RocketMQ's consumers note the error of the last attempt only.
+LETTERS: Final = replace(
+    messages.LETTERS, read=_letters, json=lambda one: {"letter": one, "failures": []}, tab="", **_HERE
+)
+
+
+def _open(run: None, asked: Asked) -> list[dict[str, Any]]:
+    if asked["transactional_id"] or asked["parked"] or asked["after"]:
+        raise UsageError(
+            "RocketMQ has no transactional ids and no parked transactions, and the list has one page: leave these "
+            "options out."
+        )
+    return operations.open_transactions(asked["group"])[: asked.limit]
+
+
+OPEN: Final = replace(
+    transactions.OPEN,
+    columns=[
+        Column(name.replace("_", " "), name)
+        for name in (
+            *("transaction_id", "producer_group", "message_id", "topic", "key"),
+            *("sent_at", "checks", "state", "broker", "ledger"),
+        )
+    ],
+    read=_open,
+    position=None,
+    json=None,
+    **_HERE,
 )
