@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any, Final, Self, TypeVar
 
 import psycopg
@@ -18,7 +19,7 @@ from psycopg.types.json import JsonbBinaryLoader
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
-_Row = TypeVar("_Row")
+_Object = TypeVar("_Object")
 # The numbers of the types in every PostgreSQL.
 _TIMESTAMPTZ: Final = 1184
 _JSONB: Final = 3802
@@ -90,6 +91,10 @@ def cursor_on(connection: Connection, *, contains_times: bool = True) -> psycopg
     return cursor
 
 
+class Row(SimpleNamespace):
+    """A row that is only shown: its attributes are the columns of its statement."""
+
+
 class Executor:
     """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory.
 
@@ -137,12 +142,12 @@ class Executor:
 
     def objects(
         self,
-        row_type: type[_Row],
+        row_type: type[_Object],
         statement: Statement,
         parameters: Mapping[str, Any] | None = None,
         *,
         prepare: bool | None = None,
-    ) -> list[_Row]:
+    ) -> list[_Object]:
         """Return all rows as objects whose fields are named like the columns. This method is too slow for hot paths."""
         cursor = self.execute(statement, parameters, prepare=prepare)
         # Fetch the rows before reading the description of the columns, because in pipeline mode rows and description

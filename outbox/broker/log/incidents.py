@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from outbox.broker.database.arrays import texts
 from outbox.broker.database.executor import Executor
@@ -77,14 +78,30 @@ def record(run: Executor, incidents: Sequence[Incident]) -> None:
         return
     for incident in incidents:
         logger.warning("incident %s: %s: %s", incident.kind, incident.subject, incident.detail)
-    run.execute(
-        _RECORD,
-        {
-            "kinds": texts([incident.kind for incident in incidents]),
-            "subjects": texts([storable(incident.subject) for incident in incidents]),
-            "details": texts([storable(incident.detail) for incident in incidents]),
-        },
-    )
+    run.execute(_RECORD, _columns(incidents))
+
+
+def _columns(incidents: Sequence[Incident]) -> dict[str, Any]:
+    return {
+        "kinds": texts([incident.kind for incident in incidents]),
+        "subjects": texts([storable(incident.subject) for incident in incidents]),
+        "details": texts([storable(incident.detail) for incident in incidents]),
+    }
+
+
+# The window lets the statement read the index of times. A transaction is checked more often than once a day.
+_RENEW = Statement("""
+UPDATE {schema}.incident SET at = clock_timestamp(), detail = given.detail
+FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(details)s::text[]) AS given (kind, subject, detail)
+WHERE at > clock_timestamp() - interval '1 day' AND incident.kind = given.kind AND incident.subject = given.subject
+RETURNING incident.kind, incident.subject
+""")
+
+
+def record_once(run: Executor, incidents: Sequence[Incident]) -> None:
+    """Store incidents as `record` does; one of the same kind and subject gets the new time and detail instead."""
+    known = set(run.rows(_RENEW, _columns(incidents))) if incidents else set()
+    record(run, [one for one in incidents if (str(one.kind), storable(one.subject)) not in known])
 
 
 def recent(

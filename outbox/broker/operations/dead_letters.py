@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from outbox.broker.database.arrays import uuids
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import registration
 from outbox.broker.groups.registration import group_id_of
@@ -80,15 +80,6 @@ class LetterSelection:
 ALL: Final = LetterSelection()
 
 
-@dataclass(frozen=True, slots=True)
-class FailedAttempt:
-    """One failed attempt. The first attempt has the number 1."""
-
-    attempt: int
-    error: str
-    failed_at: datetime
-
-
 # The text of a stored error begins with the name of the error's type (groups.send_back.describe).
 _SELECTED: Final = """
     (%(message_ids)s::uuid[] IS NULL OR l.message_id = ANY(%(message_ids)s::uuid[]))
@@ -151,10 +142,9 @@ ORDER BY f.attempt
 """)
 
 
-def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[FailedAttempt]:
-    """Return every failed attempt of a group at a message, in the order of time."""
-    values = {"group": group, "message_id": message_id}
-    return run.objects(FailedAttempt, _ATTEMPTS, values)
+def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[Row]:
+    """Return number (from 1), error and time of each failed attempt of a group at a message, in the order of time."""
+    return run.objects(Row, _ATTEMPTS, {"group": group, "message_id": message_id})
 
 
 _CHOSEN: Final = (

@@ -10,7 +10,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import xids
-from outbox.broker.database.executor import Executor, Snapshot
+from outbox.broker.database.executor import Executor, Row, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
@@ -103,50 +103,6 @@ _GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A consumer group: its name, whether it is paused now, and whether it is a broadcast group."""
-
-    name: str
-    paused: bool
-    broadcast: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorGroup:
-    """The unsettled dead letters of one group with the same type of last error.
-
-    `example` is the newest error. `is_cut`: there are more than COUNTED of them, and only COUNTED were read.
-    """
-
-    group: str
-    error_type: str
-    letters: int
-    first_at: datetime
-    last_at: datetime
-    example: str
-    is_cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingMessage:
-    """A message that waits for its delivery time (`group` is None) or for a group's next attempt.
-
-    `claimed`: the handler runs now, and the message is delivered again at `due_at` if its process dies.
-    `error` is the last error of the group's attempts; None without a failed attempt.
-    """
-
-    schedule_id: int
-    due_at: datetime
-    attempt: int
-    claimed: bool
-    message_id: UUID
-    topic: str
-    key: str
-    group: str | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class ConsumerProcess:
     """A consumer process. `queues`: the number of its leases. `leads`: whether it is also the leader.
 
@@ -199,21 +155,21 @@ def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
         yield
 
 
-def group_now(run: Executor, group: str) -> Group:
-    """Return the group. Raises UnknownGroup."""
-    found = run.objects(Group, _GROUP, {"group": group})
+def group_now(run: Executor, group: str) -> Row:
+    """Return the name of a group, whether it is `paused` now, and whether it is `broadcast`. Raises UnknownGroup."""
+    found = run.objects(Row, _GROUP, {"group": group})
     if not found:
         raise unknown_group(group)
     return found[0]
 
 
-def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
-    """Return the unsettled dead letters by group and type of error, the most frequent first.
+def list_errors(run: Executor, group: str | None = None) -> list[Row]:
+    """Return the unsettled dead letters by group and type of the last error, the most frequent first.
 
-    The function returns at most MOST_ERRORS rows. The function reads only the newest COUNTED dead letters of each
-    group.
+    The function returns at most MOST_ERRORS rows, each with the newest error as `example`. It reads only the newest
+    COUNTED dead letters of each group; `is_cut` says that the group has more.
     """
-    return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
+    return run.objects(Row, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
 
 def list_waiting(
@@ -225,8 +181,11 @@ def list_waiting(
     retrying: bool = False,
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
-) -> list[WaitingMessage]:
+) -> list[Row]:
     """Return a page of scheduled messages, the message that is due next first.
+
+    A message waits for its delivery time (`group` is None) or for the next attempt of a group, whose last error is
+    `error`. If it is `claimed`, its handler runs now, and it is delivered again at `due_at` if the process dies.
 
     With `group` or `topic`, the page has only messages of this group or topic. With `delayed`, the page has only
     messages that wait for their delivery time; with `retrying`, only messages that wait for another attempt. To read
@@ -235,7 +194,7 @@ def list_waiting(
     after_at, after_id = after or (None, None)
     values = {"group": group, "topic": topic, "delayed": delayed, "retrying": retrying}
     place = {"after_at": after_at, "after_id": after_id, "limit": limit}
-    return run.objects(WaitingMessage, _WAITING, values | place)
+    return run.objects(Row, _WAITING, values | place)
 
 
 def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:

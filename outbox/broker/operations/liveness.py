@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.transaction.turns import CHECK_BACK
 
@@ -67,26 +67,14 @@ SELECT clock_timestamp(),
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
-    """A process, or the check-back of a producer group, that gave no sign of life in time.
-
-    In time means within one and a half intervals of a process, and within two of check-back. `every_seconds` is None if
-    the interval is not known.
-    """
-
-    name: str
-    seconds: float
-    every_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Liveness:
     """Which processes and check-backs gave a sign of life in time, at `at` by the database's clock.
 
     `leaderless_seconds`: for how long no process has led; 0.0 if a process leads, and None if no process has ever led.
     `processes`: the consumer processes whose membership has not ended. `every_seconds`: the longest interval between
-    two signs of life of these processes. `silent`: what gave none in time, and was not replaced, the longest silence
-    first. `summary_id`: the newest stored summary.
+    two signs of life of these processes. `silent`: name, seconds and interval (`every_seconds`, if it is known) of each
+    process without a sign of life for one and a half intervals, and of each check-back for two, unless it was replaced;
+    the longest silence first. `summary_id`: the newest stored summary.
     """
 
     at: datetime
@@ -95,7 +83,7 @@ class Liveness:
     summary_id: int | None
     processes: int
     every_seconds: float | None
-    silent: Sequence[Silence]
+    silent: Sequence[Row]
 
     @property
     def state(self) -> str:
@@ -113,5 +101,5 @@ def liveness(run: Executor) -> Liveness:
         summary_id,
         processes,
         every_seconds,
-        [Silence(**one) for one in silent],
+        [Row(**one) for one in silent],
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import bigints
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import find_topic_id
 from outbox.utils.safe_text import MASK, masked_value
@@ -126,19 +126,6 @@ def find_messages(
     return run.objects(FoundMessage, statement, values, prepare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class UnfinishedDelivery:
-    """For one message: in how many groups it is an unsettled dead letter or waits for another attempt.
-
-    `is_delayed`: whether the message waits for its delivery time.
-    """
-
-    log_id: int
-    dead: int
-    retrying: int
-    is_delayed: bool
-
-
 # The statement makes one look-up by primary key for each pair of a group and a message.
 _UNFINISHED: Final = Statement("""
 SELECT given.log_id,
@@ -152,9 +139,13 @@ FROM unnest(%(log_ids)s::bigint[]) AS given (log_id)
 """)
 
 
-def unfinished_deliveries(run: Executor, log_ids: Sequence[int]) -> dict[int, UnfinishedDelivery]:
-    """Return for each of these messages, by log id, which groups have not finished it after a failure."""
-    rows = run.objects(UnfinishedDelivery, _UNFINISHED, {"log_ids": bigints(log_ids)})
+def unfinished_deliveries(run: Executor, log_ids: Sequence[int]) -> dict[int, Row]:
+    """Return for each of these messages, by log id, which groups have not finished it after a failure.
+
+    `dead` and `retrying`: in how many groups it is an unsettled dead letter, or waits for another attempt.
+    `is_delayed`: whether it waits for its delivery time.
+    """
+    rows = run.objects(Row, _UNFINISHED, {"log_ids": bigints(log_ids)})
     return {row.log_id: row for row in rows}
 
 
@@ -169,18 +160,6 @@ WHERE message_id = %(id)s
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """A stored message's content; `size` in bytes."""
-
-    topic: str
-    content_type: str
-    size: int
-    body: bytes
-    headers: dict[str, Any] | None
-
-
-def content_of(run: Executor, message_id: UUID) -> Content | None:
-    """Return the content; None if the broker does not have the message, for example after retention has removed it."""
-    found = run.objects(Content, _CONTENT, {"id": message_id})
-    return found[0] if found else None
+def content_of(run: Executor, message_id: UUID) -> Row | None:
+    """Return the topic, content_type, size (bytes), body and headers of a message; None if the broker lacks it."""
+    return next(iter(run.objects(Row, _CONTENT, {"id": message_id})), None)

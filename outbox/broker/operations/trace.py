@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor, time_of
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 from outbox.filters.filter import parse_filter
-
-# The log id of a message, and a group.
-_Place = tuple[int, str | None]
 
 
 class EntryState(enum.StrEnum):
@@ -56,96 +50,6 @@ class EntryState(enum.StrEnum):
     The group has skipped some entries of this queue: a message was already in the inbox, or a reset moved the group's
     offset to a later entry. The broker does not store which entries were skipped.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class EntryFacts:
-    """A queue entry as one group sees it.
-
-    `floor` belongs to the queue; `next_offset`, `start_offset` and `passed_over` belong to the group.
-    """
-
-    log_id: int
-    topic: str
-    queue_id: int
-    queue: int
-    offset: int
-    attempt: int
-    queued_at: str
-    group: str | None
-    is_retry: bool
-    floor: int
-    next_offset: int
-    start_offset: int
-    passed_over: int
-    filter: str
-    tag: str
-    headers: str | None
-
-    @property
-    def place(self) -> _Place:
-        """The log id of the message, and the group."""
-        return self.log_id, self.group
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether the group's filter excludes the message. Retries are not filtered again."""
-        headers = json.loads(self.headers) if self.headers else {}
-        return not self.is_retry and not parse_filter(self.filter).evaluate(self.tag, headers)
-
-
-def state_of(
-    entry: EntryFacts,
-    later: Sequence[EntryFacts],
-    retrying: Mapping[_Place, int],
-    dead: Collection[_Place],
-    timed_out: Collection[tuple[str | None, int, int]] = (),
-    claimed: Collection[_Place] = (),
-    died: Mapping[_Place, datetime] | None = None,
-    recalled: Collection[_Place] = (),
-) -> EntryState:
-    """Return the state of an entry. `later` has newer entries of the same message for the group.
-
-    A failed attempt raises the attempt number of the next entry, and a replayed dead letter begins with 0 again. If the
-    number stays, the message left its queue without an attempt. `retrying` has the attempt numbers of messages that
-    wait for another attempt, by (log id, group). `dead` has (log id, group) of dead letters that were not replayed.
-    `timed_out` has (group, queue id, offset) of entries whose message timed out. `claimed` has (log id, group) of
-    messages that have left their queue while their handler runs. `died` has the time of the last death of each dead
-    letter, replayed or not. `recalled` has (log id, group) of recalled retries.
-    """
-    if entry.group is None:
-        return EntryState.NO_GROUP
-    # A group can finish messages ahead of its stored offset. So the dead letters and retries of the message are checked
-    # before the offset of the group.
-    if (entry.group, entry.queue_id, entry.offset) in timed_out:
-        return EntryState.TIMED_OUT
-    if not later and entry.place in dead:
-        return EntryState.DEAD
-    if not later and entry.place in claimed:
-        return EntryState.CLAIMED
-    has_died = _died_since(entry, (died or {}).get(entry.place))
-    if not later and (attempt := retrying.get(entry.place)) is not None:
-        return EntryState.LEFT if attempt == entry.attempt and not has_died else EntryState.SENT_BACK
-    if not later and entry.place in recalled:
-        return EntryState.RECALLED
-    if entry.offset >= entry.next_offset:
-        return EntryState.EXPIRED if entry.offset < entry.floor else EntryState.WAITING
-    if entry.offset < entry.start_offset:
-        return EntryState.BEFORE_START
-    if later and later[0].attempt == entry.attempt and not has_died:
-        return EntryState.LEFT
-    if later:
-        return EntryState.DEAD if later[0].attempt == 0 else EntryState.SENT_BACK
-    if entry.is_filtered:
-        return EntryState.FILTERED
-    return EntryState.PASSED if entry.passed_over else EntryState.HANDLED
-
-
-def _died_since(entry: EntryFacts, died_at: datetime | None) -> bool:
-    """Whether the message became a dead letter after the entry was queued."""
-    if died_at is None:
-        return False
-    return datetime.fromisoformat(entry.queued_at) <= died_at
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,26 +161,61 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 """)
 
 # An entry in a topic's queue concerns every group of the topic. An entry in a retry queue concerns only its group.
+#
+# A group can finish messages ahead of its stored offset, so its dead letters and retries come before the offset. A
+# failed attempt raises the attempt number of the next entry, and a replayed dead letter begins with 0 again. If the
+# number stays, and the message has not become a dead letter since, it left its queue without an attempt. A discarded
+# dead letter has the state 'dead', too.
 _ENTRIES: Final = Statement(
     """
-SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id, queue.number AS queue,
-       entry.queue_offset AS offset, entry.attempt, entry.queued_at::text, consumer_group.name AS group,
-       topic.retry_of IS NOT NULL AS is_retry, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
-       coalesce(newest.start_offset, 0) AS start_offset, coalesce(newest.skipped + abs(newest.moved), 0) AS passed_over,
-       coalesce(subscription.filter, '') AS filter, log.tag, log.headers::text
-FROM {schema}.consume_queue entry
-JOIN {schema}.commit_log log USING (log_id)
-JOIN {schema}.queue USING (queue_id)
-JOIN {schema}.topic ON topic.topic_id = queue.topic_id
-LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
-LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
-LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
-LEFT JOIN LATERAL """
+WITH seen AS (
+    SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id,
+           queue.number AS queue, entry.queue_offset AS offset, entry.attempt, entry.queued_at, consumer_group.group_id,
+           consumer_group.name AS group, topic.retry_of, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
+           coalesce(newest.start_offset, 0) AS start_offset, newest.skipped + abs(newest.moved) > 0 AS has_passed_over,
+           lead(entry.attempt) OVER later AS next_attempt, subscription.filter
+    FROM {schema}.consume_queue entry
+    JOIN {schema}.queue USING (queue_id)
+    JOIN {schema}.topic ON topic.topic_id = queue.topic_id
+    LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
+    LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
+    LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
+    LEFT JOIN LATERAL """
     + newest_offset("consumer_group.group_id", "queue.queue_id")
     + """ AS newest ON true
-WHERE entry.log_id = ANY (%(log_ids)s)
-ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at, entry.attempt, queue.queue_id,
-         entry.queue_offset, consumer_group.name
+    WHERE entry.log_id = ANY (%(log_ids)s)
+    WINDOW later AS (PARTITION BY entry.log_id, consumer_group.group_id
+                     ORDER BY topic.retry_of NULLS FIRST, entry.queued_at, entry.attempt, queue.queue_id,
+                              entry.queue_offset)
+)
+SELECT seen.log_id, topic, seen.queue_id, queue, seen.offset, seen.attempt, queued_at::text, seen.group, CASE
+           WHEN seen.group IS NULL THEN 'no group'
+           WHEN EXISTS (SELECT FROM {schema}.timed_out late
+                        WHERE late.log_id = seen.log_id AND late.group_id = seen.group_id
+                          AND late.queue_id = seen.queue_id AND late.queue_offset = seen.offset) THEN 'timed out'
+           WHEN next_attempt IS NULL AND letter.log_id IS NOT NULL
+                AND (replayed_at IS NULL OR discarded_at IS NOT NULL) THEN 'dead'
+           WHEN next_attempt IS NULL AND retry.claimed THEN 'claimed'
+           WHEN next_attempt IS NULL AND retry.attempt = seen.attempt AND (dead_at >= queued_at) IS NOT TRUE
+               THEN 'left its queue'
+           WHEN next_attempt IS NULL AND retry.attempt IS NOT NULL THEN 'sent back'
+           WHEN next_attempt IS NULL AND EXISTS (SELECT FROM {schema}.recalled_retry taken
+                                                 WHERE taken.log_id = seen.log_id AND taken.group_id = seen.group_id)
+               THEN 'recalled'
+           WHEN seen.offset >= next_offset THEN CASE WHEN seen.offset < floor THEN 'expired' ELSE 'waiting' END
+           WHEN seen.offset < start_offset THEN 'before its start'
+           WHEN next_attempt = seen.attempt AND (dead_at >= queued_at) IS NOT TRUE THEN 'left its queue'
+           WHEN next_attempt IS NOT NULL THEN CASE WHEN next_attempt = 0 THEN 'dead' ELSE 'sent back' END
+           WHEN has_passed_over THEN 'handled or skipped'
+           ELSE 'handled' END AS state,
+       seen.filter, log.tag, CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
+FROM seen
+JOIN {schema}.commit_log log USING (log_id)
+LEFT JOIN {schema}.dead_letter letter ON letter.log_id = seen.log_id AND letter.group_id = seen.group_id
+LEFT JOIN LATERAL (SELECT bool_or(claimed) AS claimed, (array_agg(scheduled.attempt ORDER BY due_at DESC))[1] AS attempt
+                   FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+                   WHERE scheduled.log_id = seen.log_id AND topic.retry_of = seen.group_id) AS retry ON true
+ORDER BY seen.log_id, retry_of NULLS FIRST, queued_at, seen.attempt, seen.queue_id, seen.offset, seen.group
 """
 )
 
@@ -291,11 +230,6 @@ SELECT scheduled.log_id, consumer_group.name AS group, scheduled.attempt, schedu
 FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
 WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
-""")
-
-_RECALLED: Final = Statement("""
-SELECT log_id, consumer_group.name FROM {schema}.recalled_retry JOIN {schema}.consumer_group USING (group_id)
-WHERE log_id = ANY (%(log_ids)s)
 """)
 
 _DEAD: Final = Statement("""
@@ -314,204 +248,60 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY timed_out_at
 
 
 @dataclass(frozen=True, slots=True)
-class TracedMessage:
-    """A stored message. The times of a traced message are text in ISO format; a time that does not apply is None."""
+class Trace:
+    """Everything that the broker knows about one transaction, as rows of the statements above. Times are texts.
 
-    log_id: int
-    message_id: str
-    transaction_id: str
-    topic: str
-    key: str
-    tag: str
-    half: bool
-    producer_group: str | None
-    checker: str | None
-    born_at: str
-    stored_at: str
-    deliver_at: str | None
-    scheduled_for: str | None
-    held_since: str | None
-    recalled_at: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TracedDecision:
-    """The final decision: C (commit) or R (rollback), reported by P (producer), K (check-back) or O (operator)."""
-
-    decision: str
-    decided_by: str
-    decided_at: str
-
-
-@dataclass(frozen=True, slots=True)
-class TracedCheck:
-    """An undecided transaction in check-back. `due_at`: the time at which the broker asks the producer group next.
-
-    See ParkReason.
+    `decision`: C (commit) or R (rollback), by P (producer), K (check-back) or O (operator); None if it is undecided.
+    `pending`: its check-back, while it is undecided. A retry that is `claimed` is due only if its process dies.
     """
 
-    checks: int
-    immune_until: str
-    due_at: str
-    asked_at: str | None
-    parked_at: str | None
-    park_reason: str | None
-    last_answer: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TracedAnswer:
-    """One answer of a checker."""
-
-    checked_at: str
-    answer: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class TracedEntry:
-    """A queue entry and one group's state on this entry."""
-
-    log_id: int
-    topic: str
-    queue_id: int
-    queue: int
-    offset: int
-    attempt: int
-    queued_at: str
-    group: str | None
-    state: EntryState
-
-
-@dataclass(frozen=True, slots=True)
-class TracedFailure:
-    """A failed attempt."""
-
-    log_id: int
-    group: str
-    attempt: int
-    failed_at: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRetry:
-    """A retry that is not due yet. `claimed`: the handler runs now, and the retry is due if its process dies."""
-
-    log_id: int
-    group: str
-    attempt: int
-    due_at: str
-    claimed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TracedDeath:
-    """A dead letter."""
-
-    log_id: int
-    group: str
-    attempts: int
-    dead_at: str
-    replayed_at: str | None
-    discarded_at: str | None
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class TracedTimeout:
-    """An entry that a group did not handle, because the time limit of the message was over before an attempt."""
-
-    log_id: int
-    group: str
-    queue_id: int
-    offset: int
-    timed_out_at: str
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Everything that the broker knows about one transaction."""
-
-    messages: list[TracedMessage]
-    decision: TracedDecision | None
-    pending: TracedCheck | None
-    answers: list[TracedAnswer]
-    entries: list[TracedEntry]
-    failures: list[TracedFailure]
-    retries: list[TracedRetry]
-    dead_letters: list[TracedDeath]
-    timed_out: list[TracedTimeout]
+    messages: list[Row]
+    decision: Row | None
+    pending: Row | None
+    answers: list[Row]
+    entries: list[Row]
+    failures: list[Row]
+    retries: list[Row]
+    dead_letters: list[Row]
+    timed_out: list[Row]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as values that json.dumps accepts."""
-        return dataclasses.asdict(self)
+        """Return the rows as values that json.dumps accepts."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        return {
+            name: [vars(row) for row in value] if isinstance(value, list) else value and vars(value)
+            for name, value in found.items()
+        }
 
 
 def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     """Return the path of a message's transaction; None if the broker does not have the message."""
-    messages = run.objects(TracedMessage, _MESSAGES, {"id": message_or_transaction_id})
+    messages = run.objects(Row, _MESSAGES, {"id": message_or_transaction_id})
     if not messages:
         return None
     transaction = {"id": messages[0].transaction_id}
     rows = {"log_ids": [message.log_id for message in messages]}
-    decisions = run.objects(TracedDecision, _DECISION, transaction)
-    pending = run.objects(TracedCheck, _PENDING, transaction)
-    retries = run.objects(TracedRetry, _RETRIES, rows)
-    dead_letters = run.objects(TracedDeath, _DEAD, rows)
-    timed_out = run.objects(TracedTimeout, _TIMED_OUT, rows)
+    decision = next(iter(run.objects(Row, _DECISION, transaction)), None)
     return Trace(
         messages=messages,
-        decision=decisions[0] if decisions else None,
-        pending=pending[0] if pending and not decisions else None,
-        answers=run.objects(TracedAnswer, _CHECKS, transaction),
-        entries=_entries(run, rows, retries, dead_letters, timed_out),
-        failures=run.objects(TracedFailure, _FAILURES, rows),
-        retries=retries,
-        dead_letters=dead_letters,
-        timed_out=timed_out,
+        decision=decision,
+        pending=None if decision else next(iter(run.objects(Row, _PENDING, transaction)), None),
+        answers=run.objects(Row, _CHECKS, transaction),
+        entries=traced_entries(run, rows["log_ids"]),
+        failures=run.objects(Row, _FAILURES, rows),
+        retries=run.objects(Row, _RETRIES, rows),
+        dead_letters=run.objects(Row, _DEAD, rows),
+        timed_out=run.objects(Row, _TIMED_OUT, rows),
     )
 
 
-def traced_entries(run: Executor, log_ids: Sequence[int]) -> list[TracedEntry]:
-    """Return the queue entries of these messages, with the state of each group."""
-    rows = {"log_ids": list(log_ids)}
-    retries = run.objects(TracedRetry, _RETRIES, rows)
-    dead_letters = run.objects(TracedDeath, _DEAD, rows)
-    return _entries(run, rows, retries, dead_letters, run.objects(TracedTimeout, _TIMED_OUT, rows))
-
-
-def _entries(
-    run: Executor,
-    rows: Mapping[str, Any],
-    retries: Sequence[TracedRetry],
-    letters: Sequence[TracedDeath],
-    timeouts: Sequence[TracedTimeout],
-) -> list[TracedEntry]:
-    """Return the queue entries of the messages that the parameters `rows` of the statements name."""
-    recalled = {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)}
-    facts = run.objects(EntryFacts, _ENTRIES, rows)
-    retrying: dict[_Place, int] = {(retry.log_id, retry.group): retry.attempt for retry in retries}
-    claimed = {(retry.log_id, retry.group) for retry in retries if retry.claimed}
-    # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter
-    # shows that an operator discarded it.
-    dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
-    died: dict[_Place, datetime] = {(one.log_id, one.group): time_of(one.dead_at) for one in letters}
-    timed_out = {(one.group, one.queue_id, one.offset) for one in timeouts}
-    found = []
-    for index, entry in enumerate(facts):
-        later = [other for other in facts[index + 1 :] if other.place == entry.place]
-        found.append(
-            TracedEntry(
-                log_id=entry.log_id,
-                topic=entry.topic,
-                queue_id=entry.queue_id,
-                queue=entry.queue,
-                offset=entry.offset,
-                attempt=entry.attempt,
-                queued_at=entry.queued_at,
-                group=entry.group,
-                state=state_of(entry, later, retrying, dead, timed_out, claimed, died, recalled),
-            )
-        )
+def traced_entries(run: Executor, log_ids: Sequence[int]) -> list[Row]:
+    """Return the queue entries of these messages, each with the state (`EntryState`) of one group."""
+    found = run.objects(Row, _ENTRIES, {"log_ids": list(log_ids)})
+    for entry in found:
+        given, tag, headers = vars(entry).pop("filter"), vars(entry).pop("tag"), vars(entry).pop("headers")
+        entry.state = EntryState(entry.state)
+        # The filter is the present one. Retries are not filtered again.
+        if given and entry.state in (EntryState.HANDLED, EntryState.PASSED):
+            entry.state = entry.state if parse_filter(given).evaluate(tag, headers) else EntryState.FILTERED
     return found

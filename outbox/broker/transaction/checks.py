@@ -249,7 +249,9 @@ def report_answers(
             for answer in answers
             if answer.alarm
         ]
-        incidents.record(run, [*alarms, *parked])
+        # Each further check of a transaction finds the same.
+        incidents.record_once(run, alarms)
+        incidents.record(run, parked)
     return [statuses.get(id(answer)) for answer in answers]
 
 

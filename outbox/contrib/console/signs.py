@@ -11,8 +11,9 @@ from typing import Final
 
 import psycopg
 
+from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import duration
-from outbox.broker.operations.liveness import Liveness, Silence, liveness
+from outbox.broker.operations.liveness import Liveness, liveness
 from outbox.contrib.console.asking import reading
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import OutboxError
@@ -50,7 +51,7 @@ class Signs:
         return f"No sign of life from {shown}" + (f", and {left} more" if left > 0 else "")
 
 
-def _silence(one: Silence) -> str:
+def _silence(one: Row) -> str:
     every = f"; one is due every {duration(one.every_seconds)}" if one.every_seconds else ""
     return f"{one.name} (for {duration(one.seconds)}{every})"
 

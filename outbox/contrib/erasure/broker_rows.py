@@ -112,7 +112,8 @@ def keys_with(run: Executor, secret: str, wanted: Iterable[tuple[str, str]]) -> 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Each entry of _PLACES is a table with content of messages: a name, a condition, and the new values. A statement never
-# changes a row that is erased already, so the number of changed rows is the number of newly erased rows.
+# changes a row that is erased already, so the number of changed rows is the number of newly erased rows. Dead letters
+# come before the log, in the order in which an edit of a dead letter locks the two.
 
 # Keeps the type of the error, which the class of an exception names, and erases its text.
 _ERROR: Final = "coalesce(substring({} FROM '^[A-Za-z_][A-Za-z0-9_]*:') || ' ', '') || '(erased)'"
@@ -138,6 +139,7 @@ def _text(table: LiteralString, column: LiteralString, linked: LiteralString) ->
 
 
 _PLACES: Final[Sequence[tuple[str, Statement]]] = (
+    _error("dead_letter", "error", _MESSAGE),
     ("commit_log", Statement("""
 UPDATE {schema}.commit_log
 SET body = '', content_type = %(erased)s, key = coalesce(%(replacement)s::text, key),
@@ -152,7 +154,6 @@ UPDATE {schema}.held SET key = %(replacement)s::text
 WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')
 """)),
     _error("failure", "error", _MESSAGE),
-    _error("dead_letter", "error", _MESSAGE),
     _text("suspect", "evidence", _MESSAGE),
     _text("check_history", "detail", _TRANSACTION),
     _text("pending_check", "last_answer", _TRANSACTION),

@@ -157,7 +157,7 @@ def test_answers_of_another_group_are_refused(at_once: PostgresBroker, connectio
     assert check.checks == 0
 
 
-def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+def test_an_alarm_leaves_one_incident_per_transaction(at_once: PostgresBroker, connection: BrokerConnection) -> None:
     one = half()
     at_once.send_half(one)
     at_once.claim_checks("shop")
@@ -165,8 +165,13 @@ def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: Broker
         transaction_id=one.transaction_id, decision=UNKNOWN, counts=False, alarm=True, detail="another ledger"
     )
     at_once.report_answers("shop", [answer])
-    [incident] = incidents.recent(Executor(connection, "outbox"))
-    assert (incident.kind, incident.detail) == ("wrong_ledger", "another ledger")
+    [first] = incidents.recent(Executor(connection, "outbox"))
+    assert (first.kind, first.detail) == ("wrong_ledger", "another ledger")
+    # Each further check finds the same: the incident gets its time, and the condition goes on.
+    at_once.report_answers("shop", [replace(answer, detail="still another ledger")])
+    [again] = incidents.recent(Executor(connection, "outbox"))
+    assert (again.incident_id, again.detail) == (first.incident_id, "still another ledger")
+    assert first.at is not None and again.at is not None and again.at > first.at
 
 
 def test_the_scan_never_misses_a_late_commit_and_never_moves_twice(

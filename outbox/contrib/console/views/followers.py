@@ -14,10 +14,10 @@ from uuid import UUID
 
 from django.apps import apps
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.search import STATE
-from outbox.broker.operations.trace import EntryState, Trace, TracedMessage, traced_entries
+from outbox.broker.operations.trace import EntryState, Trace, traced_entries
 from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.console.followers.cause import HEADER
 
@@ -40,7 +40,8 @@ TONES: Final = {
     EntryState.WAITING: "warn",
 }
 
-# A follower comes after its cause, so headers that name each other make no circle.
+# Followers of messages, with the number of all of them as `total`. `cause`: the id of the message whose handler
+# published it; `by_group`: its group. A follower comes after its cause, so headers that name each other make no circle.
 _FOLLOWERS: Final = Statement(f"""
 WITH RECURSIVE candidate AS MATERIALIZED (
     SELECT log_id, message_id::text AS message_id, left(headers ->> '{HEADER}', 36) AS cause,
@@ -72,23 +73,6 @@ _CAUSE: Final = Statement(f"SELECT left(headers ->> '{HEADER}', 36) FROM {{schem
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
-    """A message that a handler published. `cause`: the id of its message; `by_group`: its group, if it is one.
-
-    `total`: the number of all followers, of which only some are read.
-    """
-
-    log_id: int
-    message_id: str
-    cause: str
-    by_group: str | None
-    total: int
-    topic: str
-    key: str
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One message of the picture. `states`: the state of each group as text with its tone, or that of the message."""
 
@@ -113,13 +97,13 @@ class Picture:
     is_recording: bool = True
 
 
-def picture(run: Executor, found: Trace, one: TracedMessage) -> Picture:
+def picture(run: Executor, found: Trace, one: Row) -> Picture:
     """The picture of a transaction, on the page of one of its messages. It takes a few statements of bounded work."""
     at = found.messages.index(one)
     roots = found.messages[:MOST] if at < MOST else [one, *found.messages[: MOST - 1]]
     first = min(root.log_id for root in roots)
     given = {"first": first, "last": first + SEARCHED, "ids": [root.message_id for root in roots]}
-    followers = run.objects(Follower, _FOLLOWERS, {**given, "levels": LEVELS, "most": MOST}, prepare=False)
+    followers = run.objects(Row, _FOLLOWERS, {**given, "levels": LEVELS, "most": MOST}, prepare=False)
     total = len(found.messages) + (followers[0].total if followers else 0)
     entries = list(found.entries)
     if followers:
@@ -129,11 +113,11 @@ def picture(run: Executor, found: Trace, one: TracedMessage) -> Picture:
         if entry.group:
             # The newest entry of a group comes last.
             states.setdefault(entry.log_id, {})[entry.group] = entry.state
-    children: dict[str, list[Follower]] = {}
+    children: dict[str, list[Row]] = {}
     for follower in followers:
         children.setdefault(follower.cause, []).append(follower)
 
-    def node(message: TracedMessage | Follower, by_group: str | None, state: str) -> Node:
+    def node(message: Row, by_group: str | None, state: str) -> Node:
         groups = sorted(states.get(message.log_id, {}).items())
         shown = [(f"{group}: {of_group}", TONES.get(of_group, "plain")) for group, of_group in groups]
         below = [node(child, child.by_group, child.state) for child in children.get(message.message_id, ())]

@@ -14,11 +14,11 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
 from outbox import hooks
-from outbox.broker.database.executor import time_of
+from outbox.broker.database.executor import Row, time_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
-from outbox.broker.operations.search import STATES, Content, content_of, find_messages, unfinished_deliveries
-from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage, trace
+from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
+from outbox.broker.operations.trace import EntryState, Trace, trace
 from outbox.broker.transaction.turns import silent_groups
 from outbox.codec import OWN_CONTENT_TYPES
 from outbox.contrib.console.access import seeing
@@ -116,7 +116,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     })  # fmt: skip
 
 
-def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
+def _context(found: Trace, one: Row) -> dict[str, object]:
     state, tone = state_of(found, one)
     subjects = [f"transaction {one.transaction_id}", f"messages {one.message_id}"]
     with application():
@@ -150,7 +150,7 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _chosen(found: Trace, message_id: UUID) -> TracedMessage:
+def _chosen(found: Trace, message_id: UUID) -> Row:
     return next((one for one in found.messages if one.message_id == str(message_id)), found.messages[0])
 
 
@@ -215,7 +215,7 @@ _WORST_FIRST: Final = (
 )
 
 
-def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
+def state_of(trace: Trace, message: Row) -> tuple[str, str]:
     """The state of the message over all its groups, as text, and its `tone` (good, bad, warn or plain)."""
     if trace.decision is None:
         return ("parked", "bad") if trace.pending and trace.pending.parked_at else ("undecided", "warn")
@@ -230,7 +230,7 @@ def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     return _state_in_groups(trace, message)
 
 
-def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
+def _state_in_groups(trace: Trace, message: Row) -> tuple[str, str]:
     newest = _newest_entries(trace, message)
     if not newest:
         # The message is in no queue yet, or its topic has no subscribed group.
@@ -246,7 +246,7 @@ def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     return "handled" if {EntryState.HANDLED, EntryState.PASSED} & set(states) else "committed", "good"
 
 
-def events(trace: Trace, message: TracedMessage) -> list[Event]:
+def events(trace: Trace, message: Row) -> list[Event]:
     """All events of the message. Each event comes after the events that must precede it.
 
     The clocks of the producer and the database differ. Also, a time taken at the beginning of a transaction is earlier
@@ -264,7 +264,7 @@ def events(trace: Trace, message: TracedMessage) -> list[Event]:
     ]
 
 
-def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
+def _sent(trace: Trace, message: Row) -> Iterator[tuple[datetime, Event]]:
     """The events before the message is queued, each with the time by which events are sorted."""
     by = f"by {message.producer_group}" if message.producer_group else ""
     stored_at = time_of(message.stored_at)
@@ -296,7 +296,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
         yield max(recalled_at, last), Event(recalled_at, "Recalled", "no group gets the message")
 
 
-def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
+def _consumed(trace: Trace, message: Row) -> Iterator[tuple[datetime, Event]]:
     """The events after the message was queued, each with the time by which events are sorted."""
     decided_at = time_of(trace.decision.decided_at) if trace.decision else time_of(message.stored_at)
     queued = set()
@@ -338,12 +338,12 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
             yield timed_out_at, Event(timed_out_at, f"Timed out in {one.group}", detail, "warn")
 
 
-def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
+def _newest_entries(trace: Trace, message: Row) -> dict[str, Row]:
     """For each group, the newest queue entry of the message."""
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
-def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
+def parts(trace: Trace, message: Row) -> list[GroupDelivery]:
     """The message's state in every group for which the message has a queue entry, sorted by group name.
 
     If a group has several queue entries of the message, the newest entry gives the state.
@@ -367,7 +367,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
     return found
 
 
-def _folded(alike: Sequence[TracedFailure], queued_at: str) -> FailedAttempts:
+def _folded(alike: Sequence[Row], queued_at: str) -> FailedAttempts:
     first_at = time_of(alike[0].failed_at)
     seconds = (first_at - time_of(queued_at)).total_seconds()
     numbers = (alike[0].attempt + 1, alike[-1].attempt + 1)
@@ -398,7 +398,7 @@ class ShownContent:
     note: str
 
 
-def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownContent:
+def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> ShownContent:
     """The body and headers of a message as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     size, content_type = content.size, content.content_type
@@ -413,7 +413,7 @@ def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownConten
     return ShownContent(content_type, size, _harmless(body), _harmless(headers), note)
 
 
-def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
+def _body(content: Row, names: Collection[str]) -> tuple[str, str]:
     if content.content_type == ERASED_CONTENT_TYPE:
         return "", "The body was erased."
     try:
@@ -434,7 +434,7 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         return text, ""
 
 
-def _in_the_form_of_a_part(content: Content) -> ShownBody | None:
+def _in_the_form_of_a_part(content: Row) -> ShownBody | None:
     """Return what the page shows instead of a body in the form of a part; None for another body."""
     if content.content_type == ERASED_CONTENT_TYPE or not content.content_type.startswith(OWN_CONTENT_TYPES):
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations.dead_letters import PagePosition
-from outbox.broker.operations.listings import WaitingMessage, list_waiting
+from outbox.broker.operations.listings import list_waiting
 from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import Field, FieldKind
 from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
@@ -20,19 +20,19 @@ _TITLES: Final = {
 }
 
 
-def _read(run: Executor, asked: Asked) -> list[WaitingMessage]:
+def _read(run: Executor, asked: Asked) -> list[Row]:
     retrying = asked["retrying"] and not asked["delayed"]
     return list_waiting(run, **asked.only("group", "topic", "delayed", "after"), retrying=retrying, limit=asked.limit)
 
 
-def _waits_for(one: WaitingMessage) -> object:
+def _waits_for(one: Row) -> object:
     if one.group is None:
         return "its delivery time"
     what = "the handler, claimed by" if one.claimed else f"attempt {one.attempt + 1} of"
     return [what, group_link(one.group)]
 
 
-def _recall(one: WaitingMessage) -> Button | None:
+def _recall(one: Row) -> Button | None:
     return None if one.claimed else Button("recall", "Recall …", "bad", {"ids": one.message_id})
 
 

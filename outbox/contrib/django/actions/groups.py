@@ -73,7 +73,7 @@ def _resume(values: Values) -> ActionPlan:
 
 def _is_paused(group: str) -> bool:
     with broker_connection() as (connection, schema):
-        return group_now(Executor(connection, schema), group).paused
+        return bool(group_now(Executor(connection, schema), group).paused)
 
 
 # -- skip -----------------------------------------------------------------------------------------------

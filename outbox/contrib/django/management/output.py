@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
 from outbox.contrib.django.actions.cells import first_line, plain
 from outbox.contrib.django.actions.listing import COMMAND, Listing
@@ -144,6 +145,8 @@ class OutboxCommand(BaseCommand):
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Row):
+        return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)

@@ -17,10 +17,10 @@ from django.db import connections, router
 from django.db.utils import DatabaseError
 
 from outbox import hooks
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.conditions import Condition, Severity
-from outbox.broker.operations.progress import Newcomer, newcomers
+from outbox.broker.operations.progress import newcomers
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
@@ -430,7 +430,7 @@ def warn_of_new_groups(groups: Collection[str]) -> None:
             logger.warning("%s %s", one.meaning, one.next_step)
 
 
-def _said(one: Newcomer, of_project: Collection[str]) -> Condition:
+def _said(one: Row, of_project: Collection[str]) -> Condition:
     text = (
         f"the group {one.group!r} is new to the topic {one.topic!r}. The group will handle all messages of the topic, "
         f"about {one.messages}, which {', '.join(map(repr, one.handled_by))} handled before."
