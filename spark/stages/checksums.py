@@ -182,9 +182,13 @@ class _Checksums:
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
     def _content(self, normal: Callable[[str, FieldRule], str]) -> str:
-        """The hash of the key and the compared fields f0, f1, … A row and its message have the same hash."""
+        """The hash of the key and the compared fields f0, f1, … A row and its message have the same hash.
+
+        Both sides have the row's time as `at`, and PostgreSQL writes it in half of the time that to_char takes.
+        """
         fields = enumerate(self._rule.fields)
-        return values.hashed(["key", *(normal(f"f{number}", item) for number, item in fields)])
+        forms = ["at::text" if item is self._timed else normal(f"f{number}", item) for number, item in fields]
+        return values.hashed(["key", *forms])
 
     def _topic(self) -> str:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
