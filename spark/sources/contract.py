@@ -64,20 +64,6 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
     "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
-    # A run reads the next two views only for the details of a finding.
-    "check_v1": {
-        "transaction_id": "uuid",
-        "checked_at": "timestamp with time zone",
-        "answer": "text",
-        "detail": "text",
-    },
-    "failure_v1": {
-        "consumer_group": "text",
-        "log_id": "bigint",
-        "attempt": "smallint",
-        "failed_at": "timestamp with time zone",
-        "error": "text",
-    },
 }
 MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
 

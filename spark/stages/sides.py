@@ -6,25 +6,22 @@ The first look reads a window (`of_window`). The second look reads the keys that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import reduce
-from typing import Any, Final
+from typing import Final
 
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from ..common.errors import ReconcileError
 from ..judging import evidence
 from ..judging.conversion import converted
-from ..rules import masking
 from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
-from ..sources.postgres import PostgresSource
 from .prepare import PreparedRule, margin
 
 # The largest number of keys that one query names.
@@ -261,72 +258,3 @@ def _key_sides(
 
 def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSelection:
     return replace(selection, conditions=(*selection.conditions, *conditions))
-
-
-# The queries below read the queue, check-backs and failures of single messages. A finding shows the results, and no
-# class depends on them. If a rule has more than this number of messages to look up, the run does not start the queries.
-_MAX_FACTS: Final = 1_000
-# A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many
-# check-backs, because the broker checks it every hour.
-_MAX_EACH: Final = 10
-_PLACES: Final = """
-SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
-                          '; ' ORDER BY attempt, queue_id, queue_offset)
-FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[]) GROUP BY log_id
-"""
-_CHECKS: Final = """
-SELECT transaction_id::text, checked_at, answer, detail
-FROM (SELECT *, row_number() OVER (PARTITION BY transaction_id ORDER BY checked_at DESC) AS place
-      FROM {view} WHERE transaction_id = ANY('{{{ids}}}'::uuid[])) newest
-WHERE place <= {most} ORDER BY transaction_id, checked_at
-"""
-_FAILURES: Final = """
-SELECT log_id, consumer_group, attempt, failed_at, error
-FROM (SELECT *, row_number() OVER (PARTITION BY log_id, consumer_group ORDER BY attempt DESC) AS place
-      FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[])) newest
-WHERE place <= {most} ORDER BY log_id, consumer_group, attempt
-"""
-_FACTS_SCHEMA: Final = (
-    "log_id bigint, queue string, checks array<struct<checked_at: timestamp, answer: string, detail: string>>, "
-    "failures array<struct<consumer_group: string, attempt: int, failed_at: timestamp, error: string>>"
-)
-
-
-def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
-    """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
-
-    The result is empty in three cases: the broker is an export, the role may not read the views, or the broker does not
-    have the views yet. The result is also empty if there are more than _MAX_FACTS messages, because an operator cannot
-    examine so many messages. If the rule masks a field, the result has no error texts, because an error text may repeat
-    any field.
-    """
-    rows: list[tuple[Any, ...]] = []
-    if isinstance(broker, PostgresSource):
-        ids = messages.select("log_id", "transaction_id").distinct().limit(_MAX_FACTS + 1).collect()
-        if 0 < len(ids) <= _MAX_FACTS:
-            rows = list(_fact_rows(broker, {int(row[0]): str(row[1]) for row in ids}, rule))
-    return F.broadcast(messages.sparkSession.createDataFrame(rows, _FACTS_SCHEMA))
-
-
-def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
-    numbers = ",".join(str(number) for number in sorted(transactions))
-    # The transaction ids of an archive come from a file, so only ids with the form of a UUID go into a statement.
-    names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
-    places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
-    checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)
-    for log_id, transaction_id in transactions.items():
-        checked = [(at, answer, _shown_text(rule, text)) for of, at, answer, text in checks if of == transaction_id]
-        failed = [(group, int(n), at, _shown_text(rule, text)) for of, group, n, at, text in failures if of == log_id]
-        yield log_id, places.get(log_id), checked, failed
-
-
-def _shown_text(rule: Rule, text: str) -> str:
-    return masking.HIDDEN if rule.mask and text else text
-
-
-def _answer(broker: PostgresSource, view: str, statement: str, ids: str) -> list[tuple[Any, ...]]:
-    table = broker.table_of(TableSelection(table=view, columns=(), key="log_id", in_broker=True))
-    try:
-        return broker.attempt(statement.format(view=table, ids=ids, most=_MAX_EACH), about=f"the broker's view {view}")
-    except ReconcileError:
-        return []
