@@ -6,7 +6,7 @@ The first look reads a window (`of_window`). The second look reads the keys that
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import reduce
@@ -160,49 +160,34 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
     keys."""
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
-    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
+
+    def read(source: DataSource, selections: Sequence[TableSelection]) -> DataFrame:
+        return source.read_keys([(each, listed) for each in selections])
+
+    def read_by_id(source: DataSource, selections: Sequence[TableSelection], ids: DataFrame) -> DataFrame:
+        named = [row[0] for row in ids.select("message_id").collect()]
+        named += [key for key in listed if UUID.fullmatch(key)]
+        return source.read_keys([(each, named) for each in selections])
+
+    wanted = _tables(prepared, sources, detailed=True)
     # A row without a time is not judged, but the finding about its message must not say that there is no row.
     rows, *others = wanted.tables[0][1]
     wanted.tables[0] = (wanted.tables[0][0], [replace(rows, time=None), *others])
-    # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
-    broker = converted(sources.broker.read_keys([(each, listed) for each in wanted.broker]), rule)
-    broker = broker.persist(StorageLevel.DISK_ONLY)
-    tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
-    by_message = []
-    for source, selections in wanted.by_message:
-        ids = _ids(rule, broker)
-        named = [row[0] for row in ids.select("message_id").collect()]
-        named += [key for key in listed if UUID.fullmatch(key)]
-        by_message.append(source.read_keys([(each, named) for each in selections]))
-        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
-    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
-    deliveries = sources.broker.read_keys([(contract.deliveries(rule), listed)]) if has_deliveries else None
-    waiting = []
-    if _tells_messages_apart(rule):
-        waiting = _waiting(rule, sources.broker.read_keys([(contract.owing(rule), listed)]), broker, by_message)
-    return _key_sides(rule, tables, broker, deliveries, waiting)
+    return _key_sides(prepared, sources, wanted, read, read_by_id)
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
     """All evidence about `keys`, read without indexes. Spark reads all rows (from `since` on), and joins the rows with
     `keys`."""
 
-    def only(frame: DataFrame) -> DataFrame:
+    def read(source: DataSource, selections: Sequence[TableSelection]) -> DataFrame:
+        frame = source.read(selections, since)
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
-    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
-    broker = converted(only(sources.broker.read(wanted.broker, since)), rule).persist(StorageLevel.DISK_ONLY)
-    tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
-    by_message = []
-    for source, selections in wanted.by_message:
-        by_message.append(source.read(selections, since))
-        tables.append(evidence.with_keys(by_message[-1], _ids(rule, broker), rule, prepared.window.floor))
-    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
-    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
-    waiting = []
-    if _tells_messages_apart(rule):
-        waiting = _waiting(rule, only(sources.broker.read([contract.owing(rule)], since)), broker, by_message)
-    return _key_sides(rule, tables, broker, deliveries, waiting)
+    def read_by_id(source: DataSource, selections: Sequence[TableSelection], _: DataFrame) -> DataFrame:
+        return source.read(selections, since)
+
+    return _key_sides(prepared, sources, _tables(prepared, sources, detailed=True), read, read_by_id)
 
 
 def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
@@ -232,8 +217,28 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
 
 
 def _key_sides(
-    rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
+    prepared: PreparedRule,
+    sources: Sources,
+    wanted: _Tables,
+    read: Callable[[DataSource, Sequence[TableSelection]], DataFrame],
+    read_by_id: Callable[[DataSource, Sequence[TableSelection], DataFrame], DataFrame],
 ) -> KeySides:
+    """The evidence in the tables `wanted`. `read` reads the rows with the keys, and `read_by_id` the effects with the
+    message ids of a frame."""
+    rule = prepared.rule
+    # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
+    broker = converted(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
+    tables = [read(source, selections) for source, selections in wanted.tables]
+    by_message = []
+    for source, selections in wanted.by_message:
+        ids = _ids(rule, broker)
+        by_message.append(read_by_id(source, selections, ids))
+        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
+    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
+    deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, read(sources.broker, [contract.owing(rule)]), broker, by_message)
     own = tables[0].persist(StorageLevel.DISK_ONLY)
     is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
     narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
