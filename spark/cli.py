@@ -9,9 +9,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +51,16 @@ def parser() -> argparse.ArgumentParser:
     _add_spark(spark)
     commands = root.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", parents=[rules, output, judging, spark], help="reconcile once")
-    run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601); needs --to")
-    run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time (ISO 8601)")
+    run.add_argument(
+        "--from", dest="since", type=_parsed(parse_moment), help="judge rows from this time on (ISO 8601); needs --to"
+    )
+    run.add_argument("--to", dest="until", type=_parsed(parse_moment), help="judge rows before this time (ISO 8601)")
     run.add_argument("--full", action="store_true", help="judge all rows again, not only the rows since the last run")
     run.add_argument(
         "--look-back",
         nargs="?",
         const=LookBack(),
-        type=_look_back,
+        type=_parsed(LookBack.parse),
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
@@ -285,15 +286,13 @@ def _seconds(value: str) -> float:
     return seconds
 
 
-def _look_back(value: str) -> LookBack:
-    try:
-        return LookBack.parse(value)
-    except UsageProblem as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of an argument that `parse` reads; its UsageProblem becomes an error of the argument."""
 
+    def read(value: str) -> Any:
+        try:
+            return parse(value)
+        except UsageProblem as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-def _moment(value: str) -> datetime:
-    try:
-        return parse_moment(value)
-    except UsageProblem as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return read
