@@ -255,7 +255,9 @@ class Archive:
         manifest.passes.append(made)
         # An earlier state may have messages that are settled now, and so are in this pass.
         manifest.state = name if is_last else ""
-        self._publish(manifest, made)
+        self._progress.say(f"stage publish: {MANIFEST}")
+        self._protect(made)
+        self._write_manifest(manifest)
         return made
 
     def _verify(self, made: Pass) -> None:
@@ -266,11 +268,6 @@ class Archive:
                 f"{made.folder} contains {found[0]} messages with checksum {found[1]}, but {made.count} messages with "
                 f"checksum {made.checksum} were read. The archive is unchanged. Run outbox-reconcile archive again."
             )
-
-    def _publish(self, manifest: Manifest, made: Pass) -> None:
-        self._progress.say(f"stage publish: {MANIFEST}")
-        self._protect(made)
-        self._write_manifest(manifest)
 
     def _protect(self, made: Pass) -> None:
         for folder in (made.folder, f"{TIMED_OUT}/pass={made.name}", f"{STATE}/pass={made.name}"):
