@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,11 @@ column = "customer"
 column = "paid_at"
 type = "timestamp"
 """
+# The first pair is one step after START, and each pair one step after the one before.
+START: Final = datetime(2025, 1, 1, tzinfo=UTC)
+STEP: Final = timedelta(milliseconds=50)
+# Rules with findings see every tenth of these pairs without its row, and all others of them with another total.
+FINDING_EVERY: Final = 50_000
 _ORDERS: Final = """
 INSERT INTO orders_order
 SELECT n, 'customer ' || n % 9973, (n % 10000) / 100.0, 'paid', timestamptz '2025-01-01Z' + n * interval '50 ms',
@@ -62,6 +68,14 @@ SELECT stored_at + interval '2 ms', transaction_id, 'C', 'P', ARRAY[log_id] FROM
 WHERE log_id > (SELECT coalesce(max(log_ids[1]), 0) FROM op_log)
 ORDER BY log_id
 """
+
+
+def with_findings(rules: str) -> str:
+    """The rules, but the rows of some pairs are left out, and some rows have another total than their message."""
+    wrong = f"CASE WHEN id % {FINDING_EVERY} = 0 THEN total + 1 ELSE total END"
+    left_out = f"paid_at IS NOT NULL AND id % {10 * FINDING_EVERY} <> 0"
+    rules = rules.replace('column = "total"', f'column = "{wrong}"\nbody = "total"')
+    return rules.replace('when = "paid_at IS NOT NULL"', f'when = "{left_out}"')
 
 
 def fill_postgres(url: str, rows: int) -> tuple[str, str]:

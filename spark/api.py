@@ -59,7 +59,6 @@ def run(
     full: bool = False,
     look_back: str | None = None,
     metrics: str | Path | None = None,
-    output_table: str | None = None,
     quiet: bool = False,
 ) -> Result:
     """Reconcile once, as the command `outbox-reconcile run` does, and return what was found.
@@ -71,7 +70,6 @@ def run(
     full: judge all rows again, not only those since the last run.
     look_back: judge the rows of this time again, such as "7d".
     metrics: write a Prometheus textfile: its path, or its folder.
-    output_table: also add the findings to this table of a Spark catalog.
     quiet: print no progress on standard error.
 
     Raises ReconcileError if the run gives no result; its `exit_code` is 2 if an operator must correct something first,
@@ -91,7 +89,6 @@ def run(
         full=full,
         look_back=None if look_back is None else LookBack.parse(look_back),
         metrics=None if metrics is None else Path(metrics),
-        output_table=output_table,
     )
     contents = pipeline.run(spark, options, Progress(quiet=quiet))
     store = Store(output)

@@ -8,7 +8,7 @@
 A pass copies the messages that were settled (decided and due, or recalled) since the previous pass. A message is
 settled once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If
 a pass was killed, the next pass removes the files of the killed pass. A large backlog is divided into several passes,
-so that a killed process loses only the pass that it was writing. `compact` merges the passes of each finished month.
+so that a killed process loses only the pass that it was writing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import operator
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import reduce
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from .common.errors import RunIncomplete, UsageProblem, readable_errors
@@ -68,7 +64,7 @@ MESSAGES_PER_PASS: Final = 5_000_000
 
 
 class Archive:
-    """Runs passes over the broker of a rules file; verifies and merges earlier passes, and erases messages in them."""
+    """Runs passes over the broker of a rules file; verifies earlier passes, and erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
         database, location = rules.databases[rules.broker], archive_of(rules)
@@ -102,19 +98,6 @@ class Archive:
             with readable_errors("dividing the messages into passes"):
                 ends = [*self._ends(since, until), until]
             return [self._pass(manifest, end, is_last=end == until) for end in ends], gaps
-
-    def compact(self) -> list[Pass]:
-        """Merge the passes of each month that has ended into one pass with one file per day. Return the merged passes.
-
-        A run that reads the old folders meanwhile can finish, because the next pass removes them.
-        """
-        with self._locked() as (manifest, until):
-            merged = []
-            for month, group in groupby(list(manifest.passes), key=lambda each: _utc(each.until)[:7]):
-                passes = list(group)
-                if month < _utc(until)[:7] and len(passes) > 1:
-                    merged.append(self._merge(manifest, passes))
-            return merged
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[Manifest, str]]:
@@ -272,31 +255,9 @@ class Archive:
         manifest.passes.append(made)
         # An earlier state may have messages that are settled now, and so are in this pass.
         manifest.state = name if is_last else ""
-        self._publish(manifest, made)
-        return made
-
-    def _merge(self, manifest: Manifest, passes: list[Pass]) -> Pass:
-        topics: Counter[str] = Counter()
-        for each in passes:
-            topics.update(each.topics)
-        made = Pass(
-            name=f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}",
-            since=passes[0].since,
-            until=passes[-1].until,
-            count=sum(each.count for each in passes),
-            checksum=reduce(operator.xor, (each.checksum for each in passes)),
-            topics=dict(topics),
-        )
-        with self._progress.step(f"stage write: {made.folder}, of {len(passes)} passes"):
-            with readable_errors("compacting the archive"):
-                frame = read_passes(self._spark, [self._store.spark_path(each.folder) for each in passes])
-                frame = frame.repartition("day").sortWithinPartitions("log_id")
-                self._write_days(frame.select(*KINDS, "day"), made.folder)
-                self._copy_timed_out(replace(manifest, passes=passes), made)
-        self._verify(made)
-        place = manifest.passes.index(passes[0])
-        manifest.passes[place : place + len(passes)] = [made]
-        self._publish(manifest, made)
+        self._progress.say(f"stage publish: {MANIFEST}")
+        self._protect(made)
+        self._write_manifest(manifest)
         return made
 
     def _verify(self, made: Pass) -> None:
@@ -307,11 +268,6 @@ class Archive:
                 f"{made.folder} contains {found[0]} messages with checksum {found[1]}, but {made.count} messages with "
                 f"checksum {made.checksum} were read. The archive is unchanged. Run outbox-reconcile archive again."
             )
-
-    def _publish(self, manifest: Manifest, made: Pass) -> None:
-        self._progress.say(f"stage publish: {MANIFEST}")
-        self._protect(made)
-        self._write_manifest(manifest)
 
     def _protect(self, made: Pass) -> None:
         for folder in (made.folder, f"{TIMED_OUT}/pass={made.name}", f"{STATE}/pass={made.name}"):
@@ -418,10 +374,6 @@ def _terms(since: str | None, until: str) -> list[str]:
     """
     terms = [f"{SETTLED} < '{until}'", f"stored_at < '{until}'", "state IN ('committed', 'recalled')"]
     return terms + ([f"{SETTLED} >= '{since}'"] if since is not None else [])
-
-
-def _utc(moment: str) -> str:
-    return datetime.fromisoformat(moment).astimezone(UTC).isoformat()
 
 
 def _as_text(name: str) -> str:

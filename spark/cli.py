@@ -9,9 +9,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
 from .rules import file as rules_file
-from .rules.rule import Rules, SourceKind
+from .rules.rule import SourceKind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,22 +48,19 @@ def parser() -> argparse.ArgumentParser:
     )
     limit.add_argument("--limit", type=int, help="print at most this number of lines")
     judging.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
-    judging.add_argument(
-        "--output-table",
-        metavar="NAME",
-        help="also add the findings of each run to this Delta or Iceberg table, for example lake.shop.findings",
-    )
     _add_spark(spark)
     commands = root.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", parents=[rules, output, judging, spark], help="reconcile once")
-    run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601); needs --to")
-    run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time (ISO 8601)")
+    run.add_argument(
+        "--from", dest="since", type=_parsed(parse_moment), help="judge rows from this time on (ISO 8601); needs --to"
+    )
+    run.add_argument("--to", dest="until", type=_parsed(parse_moment), help="judge rows before this time (ISO 8601)")
     run.add_argument("--full", action="store_true", help="judge all rows again, not only the rows since the last run")
     run.add_argument(
         "--look-back",
         nargs="?",
         const=LookBack(),
-        type=_look_back,
+        type=_parsed(LookBack.parse),
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
@@ -84,8 +80,6 @@ def parser() -> argparse.ArgumentParser:
     instead.add_argument(
         "--verify", action="store_true", help="write nothing, but read the archive again and compare its checksums"
     )
-    instead.add_argument("--compact", action="store_true", help="merge the passes of each month that has ended")
-    instead.add_argument("--list", action="store_true", help="print the passes and gaps; starts no Spark")
     instead.add_argument(
         "--erase",
         action="store_true",
@@ -249,18 +243,12 @@ def _archive(given: argparse.Namespace) -> int:
     """
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
-    if given.list:
-        return _list_archive(rules)
     spark = _start(given, progress)
     from . import archive
 
     work = archive.Archive(spark, rules, progress)
     if given.erase:
         print(f"{work.erase(os.environ.get('OUTBOX_ERASURE_SECRET'))} messages erased")
-        return CLEAN
-    if given.compact:
-        for merged in work.compact():
-            print(f"{merged.folder}: {merged.count} messages settled before {merged.until}")
         return CLEAN
     if given.verify:
         problems = work.verify()
@@ -281,19 +269,6 @@ def _archive(given: argparse.Namespace) -> int:
     return FINDINGS if problems else CLEAN
 
 
-def _list_archive(rules: Rules) -> int:
-    """Print the catalogue of the archive: its passes, the messages per topic, and the gaps. Return 1 for gaps."""
-    from .sources.archived import archive_of, existing_manifest
-
-    manifest = existing_manifest(Store(archive_of(rules)))
-    for each in manifest.passes:
-        topics = ", ".join(f"{topic} {count}" for topic, count in sorted(each.topics.items()))
-        print(f"{each.folder}\tfrom {each.since or 'the beginning'}\tto {each.until}\t{each.count}\t{topics}")
-    for gap in manifest.gaps:
-        print(f"gap\tbefore {gap.until}\t{gap.messages} messages of {gap.topic} were removed before a pass")
-    return FINDINGS if manifest.gaps else CLEAN
-
-
 def _setting(value: str) -> tuple[str, str]:
     name, separator, setting = value.partition("=")
     if not separator or not name.startswith("spark."):
@@ -311,15 +286,13 @@ def _seconds(value: str) -> float:
     return seconds
 
 
-def _look_back(value: str) -> LookBack:
-    try:
-        return LookBack.parse(value)
-    except UsageProblem as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of an argument that `parse` reads; its UsageProblem becomes an error of the argument."""
 
+    def read(value: str) -> Any:
+        try:
+            return parse(value)
+        except UsageProblem as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-def _moment(value: str) -> datetime:
-    try:
-        return parse_moment(value)
-    except UsageProblem as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return read

@@ -22,7 +22,6 @@ from .common.options import RunOptions
 from .common.progress import Progress
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
-from .output.table import FindingsTable
 from .rules.rule import FAULTS, Rule
 from .session import settings_of_a_run
 from .sources.adbc import NAME
@@ -61,10 +60,7 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     progress = progress or Progress()
     sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
-    table = None if options.output_table is None else FindingsTable(spark, options.output_table)
     previous, past = _previous_result(job), _past_runs(job)
-    if table is not None:
-        table.make_up(job.store, job.store.result())
     with released(sources.all):
         snapshots = _open(sources, "taking snapshots", progress)
         prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
@@ -80,9 +76,6 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     if not_shown:
         progress.say(f"  {not_shown}")
     job.store.remove_old_runs(job.name)
-    if table is not None:
-        with progress.step(f"stage add: findings to {options.output_table}"):
-            table.add(job.store, result)
     return result
 
 

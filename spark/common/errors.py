@@ -19,6 +19,8 @@ FAILURE: Final = "outbox-reconcile read failed:"
 of Spark's error."""
 _STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
 _END_SECONDS: Final = 5.0
+# A task's Python is another interpreter, or the executors lack a package: no run succeeds before this is corrected.
+_OTHER_PYTHON: Final = re.compile(r"No module named '[\w.]+'|PYTHON_VERSION_MISMATCH")
 # Spark's error texts for a damaged file. Another attempt to read the file would fail too.
 _DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
 
@@ -53,7 +55,8 @@ class RunIncomplete(ReconcileError):
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Turn Spark's errors into RunIncomplete. The error text has the reason in one line, without the JVM's stack."""
+    """Turn Spark's errors into RunIncomplete, or into UsageProblem if the executors lack a package. The error text has
+    the reason in one line, without the JVM's stack."""
     try:
         yield
     except ReconcileError:
@@ -62,11 +65,17 @@ def readable_errors(what: str) -> Iterator[None]:
         # Py4JJavaError, grpc's errors and PySparkException have no common public base.
         if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in ("py4j", "grpc", "pyspark"):
             raise
-        raise _incomplete(what, error) from error
+        raise _readable(what, error) from error
 
 
-def _incomplete(what: str, error: Exception) -> RunIncomplete:
+def _readable(what: str, error: Exception) -> ReconcileError:
     text = str(error)
+    if FAILURE not in text and (missing := _OTHER_PYTHON.search(text)):
+        return UsageProblem(
+            f"{what} failed: the executors' Python is not that of this process, or lacks a package ({missing[0]}). Set "
+            f"PYSPARK_PYTHON to an interpreter that has pyspark, pyarrow, adbc_driver_postgresql and this package, or "
+            f"install them on the executors; {__name__.split('.')[0]}.session.ship(spark) sends this package alone."
+        )
     if FAILURE in text:
         reason = text.split(FAILURE, 1)[1].splitlines()[0].split(" SQLSTATE")[0].strip()
         if "snapshot" in reason:

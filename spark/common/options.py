@@ -56,7 +56,6 @@ class RunOptions:
     a run judges exactly this interval, and carries no subject over to a later run. With `look_back`, a run judges rows
     of earlier runs again, even if no rule's look back is due. A continuous reconciliation sets the options `batch` and
     `no_later_than`. The next batch judges the rows that are younger than the time `no_later_than`.
-    With `output_table`, a run also adds its findings to this table of a Spark catalog.
     """
 
     rules: Path
@@ -68,7 +67,6 @@ class RunOptions:
     metrics: Path | None = None
     batch: Batch | None = None
     no_later_than: datetime | None = None
-    output_table: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageProblem if options exclude each other."""

@@ -162,7 +162,7 @@ class Store:
         line separator in a key does not end a line. The method needs neither Java nor a database.
         """
         result = self.result_in_force()
-        for finding in islice(filter(wanted or _any, self.rows(result["findings"])), limit):
+        for finding in islice(filter(wanted, self.rows(result["findings"])), limit):
             yield json.dumps({"run": result["run"], **finding}, default=plain_json)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
@@ -271,10 +271,6 @@ class Store:
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
                     self.remove(f"runs/{name}")
-
-
-def _any(_: Mapping[str, Any]) -> bool:
-    return True
 
 
 def _bytes(content: str | bytes) -> bytes:

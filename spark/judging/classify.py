@@ -81,7 +81,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     message_judged = ~has_row & window.covers(F.col("message_at"))
     settled = F.col("settled_at") < F.lit(window.until)
     half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
-    is_stuck = (F.col("parked") > 0) | (_age("undecided_at", window) > _micros(rule.stuck_after_seconds))
+    age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros("undecided_at")
+    is_stuck = (F.col("parked") > 0) | (age > _micros(rule.stuck_after_seconds))
     exactly_one = rule.messages is Messages.EXACTLY_ONE
     is_double = F.greatest(F.col("rows"), _live()) > 1 if exactly_one else F.lit(False)
     judged = row_judged | message_judged
@@ -98,7 +99,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.ORPHAN: message_judged & committed & settled & ~is_erased,
         FindingClass.HALF_STUCK: half_judged & undecided & is_stuck,
         FindingClass.LOST: row_judged & ~committed & ~undecided,
-        FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0)) | (row_judged & _has_no_key()),
+        FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0))
+        | (row_judged & (F.col("unkeyed") > 0)),
         FindingClass.DUPLICATE: judged & committed & is_double,
         FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
@@ -213,10 +215,6 @@ def _live() -> Column:
     return F.col("committed") - F.col("recalled")
 
 
-def _has_no_key() -> Column:
-    return F.col("unkeyed") > 0
-
-
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Add the columns `holds` and, per group, `holds_0`…: one bit for each condition that holds, in order of
     precedence.
@@ -255,7 +253,9 @@ def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
         "*",
         "subject.group",
         F.element_at(_names(CLASSES), first + 1).alias("class"),
-        F.filter(_names(FAULTS), lambda _, place: F.expr("subject.bits").bitwiseAND(_power(place)) != 0).alias("flags"),
+        F.filter(_names(FAULTS), lambda _, place: bits.bitwiseAND(F.pow(F.lit(2), place).cast("int")) != 0).alias(
+            "flags"
+        ),
         "subject.at",
     )
     carry = (F.col("class") == FindingClass.PENDING.value) & (F.col("at") < F.lit(window.until))
@@ -274,10 +274,6 @@ def _bits(conditions: dict[FindingClass, Column], judged: Column) -> Column:
 
 def _bit(name: FindingClass) -> int:
     return 1 << ORDER[name]
-
-
-def _power(place: Column) -> Column:
-    return F.pow(F.lit(2), place).cast("int")
 
 
 def _names(classes: tuple[FindingClass, ...]) -> Column:
@@ -305,10 +301,6 @@ def _is_late(rule: Rule) -> Column:
     if rule.late_after_seconds is None:
         return F.lit(False)
     return F.unix_micros("settled_at") - F.unix_micros("row_at") > _micros(rule.late_after_seconds)
-
-
-def _age(column: str, window: Window) -> Column:
-    return F.unix_micros(F.lit(window.watermark)) - F.unix_micros(column)
 
 
 def _micros(seconds: float) -> Column:

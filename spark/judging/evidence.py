@@ -76,9 +76,6 @@ _MARK: Final = "the end of the body"
 _HALF_PAIR: Final = (
     r"(?i)\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}|\\\\ud[89a-f]"
 )
-_NO_TIME: Final = "CAST(NULL AS timestamp)"
-
-
 # The bounds of each type, for the error text about a value that looks right but exceeds the bounds.
 _BOUNDS: Final = {
     FieldType.INTEGER: " of up to 26 digits",
@@ -91,19 +88,35 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     """Convert business rows and effects (kind, key, at, f0…) to the narrow form."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
-    return table.select(
-        F.coalesce("key", F.lit("")).alias("key"),
-        F.when(F.col("key").isNull() & (F.col("kind") == ROW), F.lit(UNKEYED))
-        .otherwise(F.col("kind").cast("int"))
-        .alias("kind"),
-        "at",
-        F.expr(_NO_TIME).alias("settled"),
-        F.expr(_NO_TIME).alias("due"),
-        F.lit(0).cast("bigint").alias("ord"),
+    is_row = F.col("kind") == ROW
+    return _narrow(
+        table,
+        rule,
+        raw,
+        values,
+        kind=F.when(F.col("key").isNull() & is_row, UNKEYED).otherwise(F.col("kind").cast("int")),
         # An effect that cannot be read differs from its message.
-        F.when(F.col("kind") == ROW, _bad(raw, values)).otherwise(0).alias("bad"),
-        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
-        *([F.lit(ATOMIC).alias("way")] if rule.counts_each_message else []),
+        bad=F.when(is_row, _bad(raw, values)).otherwise(0),
+    )
+
+
+def _narrow(
+    side: DataFrame, rule: Rule, raw: list[Column], values: list[Column], *, kind: Column, **given: Column
+) -> DataFrame:
+    """The narrow form of a side, which must have the columns key and at.
+
+    raw, values: the texts of the compared fields, and their comparable forms.
+    given: settled, due, ord, bad, owed and way, where the side has them.
+    """
+    nothing = {name: F.lit(None).cast("timestamp") for name in ("settled", "due")}
+    nothing |= {"ord": F.lit(0).cast("bigint"), "bad": F.lit(0)}
+    nothing |= {"owed": F.lit(0).cast("bigint")} if rule.has_conditional_groups else {}
+    nothing |= {"way": F.lit(ATOMIC)} if rule.counts_each_message else {}
+    return side.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        kind.alias("kind"),
+        "at",
+        *(given.get(name, column).alias(name) for name, column in nothing.items()),
         *_lost_decimals(raw, values, rule),
         *_for_effects(values, rule),
         *_compared(values, rule),
@@ -112,25 +125,11 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
 
 def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
     """Convert messages for which the rule's group `number` has no effect (contract.owing) to the narrow form."""
-    nothing = F.lit(None).cast("string")
-    return messages.select(
-        F.coalesce("key", F.lit("")).alias("key"),
-        F.lit(WAITING + number).alias("kind"),
-        "at",
-        F.expr(_NO_TIME).alias("settled"),
-        _due().alias("due"),
-        F.col("log_id").alias("ord"),
-        F.lit(0).alias("bad"),
-        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
-        F.lit(ATOMIC).alias("way"),
-        *_lost_decimals([nothing] * len(rule.fields), [nothing] * len(rule.fields), rule),
-        *_compared([from_column(nothing, field) for field in rule.fields], rule),
-    )
-
-
-def _due() -> Column:
-    """The time from which a message may be handled: the later one of `at` and `deliver_at`."""
-    return F.greatest("at", F.coalesce("deliver_at", "at"))
+    nothing = [F.lit(None).cast("string")] * len(rule.fields)
+    values = [from_column(column, field) for column, field in zip(nothing, rule.fields, strict=True)]
+    # The time from which the message may be handled.
+    due = F.greatest("at", F.coalesce("deliver_at", "at"))
+    return _narrow(messages, rule, nothing, values, kind=F.lit(WAITING + number), due=due, ord=F.col("log_id"))
 
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
@@ -165,22 +164,19 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     values = _bounded(values, rule) if is_exact else values
     is_committed = F.col("state").isin("committed", "recalled")
-    return read.select(
-        F.coalesce("key", F.lit("")).alias("key"),
-        _kind(rule).alias("kind"),
-        "at",
-        F.greatest("at", F.coalesce("decided_at", "at")).alias("settled"),
-        F.col("deliver_at").alias("due"),
-        F.col("log_id").alias("ord"),
-        F.when(is_committed & F.col("is_erased"), ERASED)
-        .when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1)
-        .otherwise(0)
-        .alias("bad"),
-        *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
-        *([way().alias("way")] if rule.counts_each_message else []),
-        *_lost_decimals(raw, values, rule),
-        *_for_effects(values, rule),
-        *_compared(values, rule),
+    is_bad = F.col("unreadable") | (_bad(raw, values) > 0)
+    return _narrow(
+        read,
+        rule,
+        raw,
+        values,
+        kind=_kind(rule),
+        settled=F.greatest("at", F.coalesce("decided_at", "at")),
+        due=F.col("deliver_at"),
+        ord=F.col("log_id"),
+        bad=F.when(is_committed & F.col("is_erased"), ERASED).when(is_committed & is_bad, 1).otherwise(0),
+        owed=F.coalesce("owed", F.lit(0)) if rule.has_conditional_groups else F.lit(0),
+        way=way(),
     )
 
 

@@ -433,10 +433,8 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     parts = [
         f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
         f"<dt>Messages</dt><dd>{_messages_table(messages)}</dd>",
-        *_part("Check-backs", _checks(messages)),
         f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
         f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
-        *_part("Failed attempts", _failures(messages)),
         f"<dt>Trace</dt><dd>{shown}</dd>",
     ]
     return (
@@ -471,47 +469,10 @@ def _messages_table(messages: Sequence[Mapping[str, Any]]) -> str:
             f"{_text(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
             _time(each.get("decided_at")),
             _time(each.get("deliver_at")),
-            _text(each.get("queue") or "–"),
         )
         for each in messages
     )
-    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before", "Queued"), rows)
-
-
-def _part(title: str, shown: str) -> list[str]:
-    return [f"<dt>{title}</dt><dd>{shown}</dd>"] if shown else []
-
-
-def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The check-backs of the messages' transactions, the newest last; empty if there are none."""
-    asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
-    rows = [
-        _row(
-            f"<code>{_text(transaction)}</code>",
-            _time(check["checked_at"]),
-            _text(check["answer"]),
-            _text(check["detail"]),
-        )
-        for transaction, checks in asked.items()
-        for check in checks
-    ]
-    return _table(("Transaction", "Asked", "Answer", "Evidence"), "".join(rows)) if rows else ""
-
-
-def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The failed attempts of handlers; empty if there are none."""
-    rows = [
-        _row(
-            _text(failure["consumer_group"]),
-            f"<code>{_text(each.get('message_id') or '')}</code>",
-            _text(failure["attempt"]),
-            _time(failure["failed_at"]),
-            _text(failure["error"]),
-        )
-        for each in messages
-        for failure in each.get("failures") or []
-    ]
-    return _table(("Group", "Message", "Attempt", "Failed", "Error"), "".join(rows)) if rows else ""
+    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before"), rows)
 
 
 def _groups(known: Mapping[str, Any]) -> str:

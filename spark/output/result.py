@@ -62,7 +62,6 @@ def compose(
         "report": f"runs/{job.name}/report.html",
         "new_faults": found.new,
         "acknowledged": found.acknowledged,
-        "output_table": options.output_table,
     }
 
 

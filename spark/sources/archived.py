@@ -218,12 +218,10 @@ class ArchivedSource(PostgresSource):
         staging: Staging | None = None,
     ) -> None:
         super().__init__(spark, database, name, staging)
-        store = Store(location)
-        self._manifest = load_manifest(store)
-        folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []
-        timed_out = read_timed_out(spark, store, self._manifest) if self._manifest else None
-        files = replace(database, kind=SourceKind.PARQUET, location=location)
-        self._files = _ArchiveFiles(spark, files, folders, timed_out)
+        self._manifest = load_manifest(Store(location))
+        # The log has what is not settled, so the state at the end of the newest pass is not read.
+        settled = None if self._manifest is None else replace(self._manifest, state="")
+        self._files = ArchiveSource(spark, replace(database, kind=SourceKind.ARCHIVE, location=location), settled)
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
@@ -283,9 +281,8 @@ class ArchivedSource(PostgresSource):
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
         """The time before which messages are also read from the archive; None if the archive is not read."""
-        if not self._files.has(selection.table):
-            return None
-        return self._edge(selection.equals)
+        has_passes = self._manifest is not None and bool(self._manifest.passes)
+        return self._edge(selection.equals) if has_passes and selection.table in (FOLDER, TIMED_OUT) else None
 
     def _edge(self, equals: tuple[tuple[str, str], ...]) -> datetime | None:
         """The time before which retention may have removed messages of the topic in `equals` from the log, in this
@@ -299,36 +296,16 @@ class ArchivedSource(PostgresSource):
         return self._edges[topic]
 
 
-class _ArchiveFiles(FrameSource):
-    """The messages of the archive's passes, and those that timed out, in the columns of the broker's views."""
-
-    def __init__(
-        self, spark: SparkSession, database: DatabaseRule, folders: list[str], timed_out: DataFrame | None
-    ) -> None:
-        super().__init__(spark, database)
-        self._folders, self._timed_out = folders, timed_out
-
-    def has(self, table: str) -> bool:
-        """Whether the archive has rows of a view."""
-        return bool(self._folders) if table == FOLDER else table == TIMED_OUT and self._timed_out is not None
-
-    def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource."""
-        if selection.table == TIMED_OUT and self._timed_out is not None:
-            return self._timed_out
-        return read_passes(self._spark, self._folders)
-
-
 class ArchiveSource(FrameSource):
     """The archive alone as the broker: all its passes, and the state of the log at the end of the newest one.
 
     A run judges the rows up to the end of the newest pass.
     """
 
-    def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
+    def __init__(self, spark: SparkSession, database: DatabaseRule, manifest: Manifest | None = None) -> None:
         super().__init__(spark, database)
         self._store = Store(database.location)
-        self._manifest: Manifest | None = None
+        self._manifest = manifest
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See DataSource. The watermark is the end of the newest pass."""
@@ -353,9 +330,10 @@ class ArchiveSource(FrameSource):
         assert manifest is not None
         if selection.table == FOLDER:
             settled = read_passes(self._spark, [self._store.spark_path(each.folder) for each in manifest.passes])
-            columns = list(KINDS)
+            if not manifest.state:
+                return settled
             open_ones = self._state(FOLDER, archived_messages().schema, manifest)
-            return settled.select(*columns).unionByName(open_ones.select(*columns))
+            return settled.select(*KINDS).unionByName(open_ones.select(*KINDS))
         if selection.table == DEAD:
             return self._state(DEAD, columns_of(DEAD).schema, manifest)
         if selection.table == TIMED_OUT:

@@ -8,7 +8,7 @@ installed broker.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from ..rules.rule import FieldType, GroupRule, Rule
 from .base import Column, ColumnKind, TableSelection
@@ -64,20 +64,6 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
     "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
-    # A run reads the next two views only for the details of a finding.
-    "check_v1": {
-        "transaction_id": "uuid",
-        "checked_at": "timestamp with time zone",
-        "answer": "text",
-        "detail": "text",
-    },
-    "failure_v1": {
-        "consumer_group": "text",
-        "log_id": "bigint",
-        "attempt": "smallint",
-        "failed_at": "timestamp with time zone",
-        "error": "text",
-    },
 }
 MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
 
@@ -129,15 +115,9 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
     """
     group = rule.groups[number]
     if group.table is None:
-        return TableSelection(
-            table="delivery_v1",
-            columns=_broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed),
-            key="key",
-            time="stored_at",
-            equals=(*_topic(rule), ("consumer_group", group.name), ("state", "passed")),
-            span="log_id",
-            in_broker=True,
-        )
+        columns = _broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed)
+        passed = (("consumer_group", group.name), ("state", "passed"))
+        return _of_topic(rule, "delivery_v1", columns, passed, time="stored_at")
     return TableSelection(
         table=group.table,
         columns=(
@@ -158,16 +138,8 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The messages of the rule's topic (and tag); `detailed` adds columns that only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
     more = {name: name for name in ("content_type", "body", "headers", *_DETAILS)} | {"owed": owed(rule)}
-    return TableSelection(
-        table="message_v1",
-        columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
-        key="key",
-        time="stored_at",
-        conditions=(rule.message_when,) if rule.message_when else (),
-        equals=_topic(rule),
-        span="log_id",
-        in_broker=True,
-    )
+    columns = _broker_columns(rule, {**names, **more}, detailed=detailed)
+    return _of_topic(rule, "message_v1", columns, time="stored_at", conditions=_message_when(rule))
 
 
 def owed(rule: Rule) -> str:
@@ -191,16 +163,8 @@ def owing(rule: Rule) -> TableSelection:
         Column("deliver_at", "deliver_at", _TIMESTAMP),
         Column("owed", owed(rule), _BIGINT),
     ]
-    return TableSelection(
-        table="message_v1",
-        columns=tuple(columns),
-        key="key",
-        time="stored_at",
-        conditions=(rule.message_when,) if rule.message_when else (),
-        equals=(*_topic(rule), ("state", "committed")),
-        span="log_id",
-        in_broker=True,
-    )
+    committed = (("state", "committed"),)
+    return _of_topic(rule, "message_v1", tuple(columns), committed, time="stored_at", conditions=_message_when(rule))
 
 
 def message_ids() -> TableSelection:
@@ -218,48 +182,23 @@ def message_ids() -> TableSelection:
 
 def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The dead letters of the topic that were not replayed. The selection has the same columns as the messages."""
-    return TableSelection(
-        table="dead_letter_v1",
-        columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
-        key="key",
-        conditions=("replayed_at IS NULL",),
-        equals=_topic(rule),
-        in_broker=True,
-    )
+    columns = _broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed)
+    return _of_topic(rule, "dead_letter_v1", columns, span=None, conditions=("replayed_at IS NULL",))
 
 
 def timed_out(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The messages of the topic that a group did not handle, because their time limit was over. The selection has the
     same columns as the messages."""
-    return TableSelection(
-        table="timed_out_v1",
-        columns=_broker_columns(
-            rule, {"at": "timed_out_at", "state": "'timed out ' || consumer_group"}, detailed=detailed
-        ),
-        key="key",
-        time="stored_at",
-        equals=_topic(rule),
-        span="log_id",
-        in_broker=True,
-        is_optional=True,
-    )
+    given = {"at": "timed_out_at", "state": "'timed out ' || consumer_group"}
+    columns = _broker_columns(rule, given, detailed=detailed)
+    return _of_topic(rule, "timed_out_v1", columns, time="stored_at", is_optional=True)
 
 
 def deliveries(rule: Rule) -> TableSelection:
     """The state of each message in each group, for the text of a finding."""
-    return TableSelection(
-        table="delivery_v1",
-        columns=(
-            Column("key", "key"),
-            Column("log_id", "log_id", _BIGINT),
-            Column("consumer_group", "consumer_group"),
-            Column("state", "state"),
-        ),
-        key="key",
-        equals=_topic(rule),
-        span="log_id",
-        in_broker=True,
-    )
+    texts = (Column(name, name) for name in ("consumer_group", "state"))
+    columns = (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *texts)
+    return _of_topic(rule, "delivery_v1", columns)
 
 
 def dead_state(group: GroupRule) -> str:
@@ -296,6 +235,20 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 
 
-def _topic(rule: Rule) -> tuple[tuple[str, str], ...]:
-    topic = ("topic", rule.topic)
-    return (topic,) if rule.tag is None else (topic, ("tag", rule.tag))
+def _message_when(rule: Rule) -> tuple[str, ...]:
+    return (rule.message_when,) if rule.message_when else ()
+
+
+def _of_topic(
+    rule: Rule,
+    view: str,
+    columns: tuple[Column, ...],
+    equals: tuple[tuple[str, str], ...] = (),
+    span: str | None = "log_id",
+    **more: Any,
+) -> TableSelection:
+    """The rows of a view of the broker that have the rule's topic and tag. `more` has further fields."""
+    named = [("topic", rule.topic), *([] if rule.tag is None else [("tag", rule.tag)])]
+    return TableSelection(
+        table=view, columns=columns, key="key", equals=(*named, *equals), span=span, in_broker=True, **more
+    )

@@ -37,7 +37,7 @@ class Sources:
             self.broker = ArchivedSource(spark, broker, rules.archive, name, _staging_of(broker, staging))
         self._by_name: dict[str, DataSource] = {rules.broker: self.broker}
         for alias, database in rules.databases.items():
-            same = _is_same(database, broker)
+            same = (database.kind, database.location) == (broker.kind, broker.location)
             self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name, staging))
 
     def __getitem__(self, name: str) -> DataSource:
@@ -93,7 +93,3 @@ def _source(
 
 def _staging_of(database: DatabaseRule, staging: Callable[[str], Staging] | None) -> Staging | None:
     return staging(database.name) if staging is not None and database.reads_on_driver else None
-
-
-def _is_same(one: DatabaseRule, other: DatabaseRule) -> bool:
-    return (one.kind, one.location) == (other.kind, other.location)

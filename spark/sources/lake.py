@@ -35,7 +35,7 @@ SETTINGS: Final = {
 # Spark's names for errors about a table that does not exist.
 _MISSING: Final = ("PATH_NOT_FOUND", "TABLE_OR_VIEW_NOT_FOUND", "DELTA_TABLE_NOT_FOUND", "SCHEMA_NOT_FOUND")
 # Signs of a session without the jar, the extension or the catalog of a table format.
-NOT_CONFIGURED: Final = (
+_NOT_CONFIGURED: Final = (
     "DATA_SOURCE_NOT_FOUND",
     "DELTA_CONFIGURE_SPARK_SESSION",
     "REQUIRES_SINGLE_PART_NAMESPACE",
@@ -88,7 +88,7 @@ class LakeSource(FrameSource):
             raise self._problem(name, error) from error
         except Exception as error:
             # Errors of a catalog plugin have no Spark error class: py4j and Spark Connect name them differently.
-            if not any(sign in str(error) for sign in NOT_CONFIGURED):
+            if not any(sign in str(error) for sign in _NOT_CONFIGURED):
                 raise
             raise self._problem(name, error) from error
 
@@ -108,7 +108,11 @@ class LakeSource(FrameSource):
         """The table format; None for a view, or for a table in a format without versions."""
         if self._database.kind is not SourceKind.CATALOG:
             return self._database.kind.value
-        return format_of(self._spark, self._address(table))
+        described = self._spark.sql(f"DESCRIBE TABLE EXTENDED {self._address(table)}").where("col_name = 'Provider'")
+        rows = described.select("data_type").collect()
+        # A table may have a column with the name `Provider`, and its row comes first.
+        found = str(rows[-1][0]).lower() if rows else ""
+        return found if found in SETTINGS else None
 
     def _version(self, table: str, kind: str) -> int | None:
         """The present version; None for an Iceberg table to which no job has written."""
@@ -116,46 +120,27 @@ class LakeSource(FrameSource):
         if kind == DELTA:
             name = address if is_named else f"delta.`{address.replace('`', '``')}`"
             return int(self._spark.sql(f"DESCRIBE HISTORY {name} LIMIT 1").collect()[0]["version"])
-        refs = self._spark.table(f"{address}.refs") if is_named else self._refs(address)
+        by_path = self._spark.read.format(ICEBERG)
+        refs = self._spark.table(f"{address}.refs") if is_named else by_path.load(f"{address}#refs")
         rows = refs.where("name = 'main'").select("snapshot_id").collect()
         return int(rows[0][0]) if rows else None
 
-    def _refs(self, path: str) -> DataFrame:
-        return self._spark.read.format(ICEBERG).load(f"{path}#refs")
-
     def _problem(self, table: str, error: Exception) -> UsageProblem:
-        text, address = str(error), self._address(table)
-        if any(sign in text for sign in NOT_CONFIGURED):
+        text, address, kind = str(error), self._address(table), self._database.kind.value
+        first_line = (text.strip().splitlines() or [""])[0].rstrip(". ")
+        if any(sign in text for sign in _NOT_CONFIGURED):
+            version = ".".join(self._spark.version.split(".")[:2])
+            settings = [SETTINGS[kind]] if kind in SETTINGS else list(SETTINGS.values())
             return UsageProblem(
                 f"{address} of {self._database.name!r} cannot be read, because this Spark does not have the table "
-                f"format or the catalog: {first_line(text)}. Give the settings of your format with --conf: "
-                f"{remedy(self._spark, self._database.kind.value)}"
+                f"format or the catalog: {first_line}. Give the settings of your format with --conf: "
+                f"{'; or '.join(settings).format(spark=version)}."
             )
         if any(sign in text for sign in _MISSING):
             return TableMissing(
                 f"table {table!r} of {self._database.name!r} is not there: {address} is no table of kind "
-                f"{self._database.kind.value!r}. Correct the rules file, or create the table."
+                f"{kind!r}. Correct the rules file, or create the table."
             )
         if isinstance(error, AnalysisException):
-            return UsageProblem(f"{address} of {self._database.name!r} cannot be read: {first_line(text)}")
+            return UsageProblem(f"{address} of {self._database.name!r} cannot be read: {first_line}")
         return UsageProblem(f"{address} of {self._database.name!r} cannot be read: {causes(text)[:400]}")
-
-
-def format_of(spark: SparkSession, name: str) -> str | None:
-    """DELTA or ICEBERG for a table of a catalog, None for a table of another format and for a view."""
-    rows = spark.sql(f"DESCRIBE TABLE EXTENDED {name}").where("col_name = 'Provider'").select("data_type").collect()
-    # A table may have a column with the name `Provider`, and its row comes first.
-    found = str(rows[-1][0]).lower() if rows else ""
-    return found if found in (DELTA, ICEBERG) else None
-
-
-def remedy(spark: SparkSession, kind: str) -> str:
-    """The options that add a table format to Spark; for a catalog, the options of both formats."""
-    version = ".".join(spark.version.split(".")[:2])
-    shown = [SETTINGS[kind]] if kind in SETTINGS else list(SETTINGS.values())
-    return "; or ".join(shown).format(spark=version) + "."
-
-
-def first_line(text: str) -> str:
-    """The first line of Spark's error text."""
-    return (text.strip().splitlines() or [""])[0].rstrip(". ")

@@ -356,12 +356,9 @@ class PostgresSource:
             self._types[table] = {str(row[0]): str(row[1]) for row in rows}
         return self._types[table]
 
-    def _schema_of(self, selection: TableSelection) -> str | None:
-        return self._database.schema if selection.in_broker else None
-
     def table_of(self, selection: TableSelection) -> str:
         """The quoted name of the selection's table."""
-        return sql.table_name(selection.table, self._schema_of(selection))
+        return sql.table_name(selection.table, self._database.schema if selection.in_broker else None)
 
     def _connect(self) -> Any:
         import adbc_driver_manager

@@ -112,8 +112,7 @@ def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
-        facts = sides.message_facts(read.messages, rule, sources.broker)
-        write(_as_findings(_with_details(judged, rule, read, facts), rule), target, SCHEMA)
+        write(_as_findings(_with_details(judged, rule, read), rule), target, SCHEMA)
         if int(seen.get["count"] or 0) < len(listed) <= sides.MAX_KEYS:
             _check_gone(prepared, read, keys, sources)
         for frame in (*read.cached, keys):
@@ -144,7 +143,7 @@ def _check_gone(prepared: PreparedRule, read: sides.KeySides, keys: DataFrame, s
         )
 
 
-def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: DataFrame) -> DataFrame:
+def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
         masking.shown(rule, field, _cut(detail.shown(value, field.type))).alias(field.column)
@@ -165,7 +164,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
         *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
     )
     messages = read.messages.select(F.col("log_id").alias("about_id"), about.alias("about"))
-    found = found.join(messages, "about_id", "left").join(_newest(read, facts), "key", "left")
+    found = found.join(messages, "about_id", "left").join(_newest(read), "key", "left")
     if read.deliveries is None:
         nothing = F.lit(None).cast("string")
         return found.withColumn("delivery", nothing).withColumn("group_positions", F.lit(None))
@@ -230,16 +229,15 @@ def _about(rule: Rule) -> Column:
     return about.otherwise(newest)
 
 
-def _newest(read: sides.KeySides, facts: DataFrame) -> DataFrame:
+def _newest(read: sides.KeySides) -> DataFrame:
     """The newest messages of each key with their states, in the column `newest_messages`, by ascending log id."""
     order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
     newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= SHOWN_MESSAGES)
     shown = F.struct(
         "log_id", "message_id", "transaction_id", "tag", F.col("at").alias("stored_at"), "deliver_at", "state",
-        "decided_at", "decided_by", "queue", "checks", "failures",
+        "decided_at", "decided_by",
     )  # fmt: skip
-    of_key = newest.join(facts, "log_id", "left").groupBy("key")
-    return of_key.agg(F.sort_array(F.collect_list(shown)).alias("newest_messages"))
+    return newest.groupBy("key").agg(F.sort_array(F.collect_list(shown)).alias("newest_messages"))
 
 
 def _evidence(rule: Rule) -> Column:

@@ -6,25 +6,22 @@ The first look reads a window (`of_window`). The second look reads the keys that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import reduce
-from typing import Any, Final
+from typing import Final
 
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from ..common.errors import ReconcileError
 from ..judging import evidence
 from ..judging.conversion import converted
-from ..rules import masking
 from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
-from ..sources.postgres import PostgresSource
 from .prepare import PreparedRule, margin
 
 # The largest number of keys that one query names.
@@ -163,49 +160,34 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
     keys."""
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
-    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
+
+    def read(source: DataSource, selections: Sequence[TableSelection]) -> DataFrame:
+        return source.read_keys([(each, listed) for each in selections])
+
+    def read_by_id(source: DataSource, selections: Sequence[TableSelection], ids: DataFrame) -> DataFrame:
+        named = [row[0] for row in ids.select("message_id").collect()]
+        named += [key for key in listed if UUID.fullmatch(key)]
+        return source.read_keys([(each, named) for each in selections])
+
+    wanted = _tables(prepared, sources, detailed=True)
     # A row without a time is not judged, but the finding about its message must not say that there is no row.
     rows, *others = wanted.tables[0][1]
     wanted.tables[0] = (wanted.tables[0][0], [replace(rows, time=None), *others])
-    # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
-    broker = converted(sources.broker.read_keys([(each, listed) for each in wanted.broker]), rule)
-    broker = broker.persist(StorageLevel.DISK_ONLY)
-    tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
-    by_message = []
-    for source, selections in wanted.by_message:
-        ids = _ids(rule, broker)
-        named = [row[0] for row in ids.select("message_id").collect()]
-        named += [key for key in listed if UUID.fullmatch(key)]
-        by_message.append(source.read_keys([(each, named) for each in selections]))
-        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
-    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
-    deliveries = sources.broker.read_keys([(contract.deliveries(rule), listed)]) if has_deliveries else None
-    waiting = []
-    if _tells_messages_apart(rule):
-        waiting = _waiting(rule, sources.broker.read_keys([(contract.owing(rule), listed)]), broker, by_message)
-    return _key_sides(rule, tables, broker, deliveries, waiting)
+    return _key_sides(prepared, sources, wanted, read, read_by_id)
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
     """All evidence about `keys`, read without indexes. Spark reads all rows (from `since` on), and joins the rows with
     `keys`."""
 
-    def only(frame: DataFrame) -> DataFrame:
+    def read(source: DataSource, selections: Sequence[TableSelection]) -> DataFrame:
+        frame = source.read(selections, since)
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
-    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
-    broker = converted(only(sources.broker.read(wanted.broker, since)), rule).persist(StorageLevel.DISK_ONLY)
-    tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
-    by_message = []
-    for source, selections in wanted.by_message:
-        by_message.append(source.read(selections, since))
-        tables.append(evidence.with_keys(by_message[-1], _ids(rule, broker), rule, prepared.window.floor))
-    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
-    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
-    waiting = []
-    if _tells_messages_apart(rule):
-        waiting = _waiting(rule, only(sources.broker.read([contract.owing(rule)], since)), broker, by_message)
-    return _key_sides(rule, tables, broker, deliveries, waiting)
+    def read_by_id(source: DataSource, selections: Sequence[TableSelection], _: DataFrame) -> DataFrame:
+        return source.read(selections, since)
+
+    return _key_sides(prepared, sources, _tables(prepared, sources, detailed=True), read, read_by_id)
 
 
 def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
@@ -235,8 +217,28 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
 
 
 def _key_sides(
-    rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
+    prepared: PreparedRule,
+    sources: Sources,
+    wanted: _Tables,
+    read: Callable[[DataSource, Sequence[TableSelection]], DataFrame],
+    read_by_id: Callable[[DataSource, Sequence[TableSelection], DataFrame], DataFrame],
 ) -> KeySides:
+    """The evidence in the tables `wanted`. `read` reads the rows with the keys, and `read_by_id` the effects with the
+    message ids of a frame."""
+    rule = prepared.rule
+    # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
+    broker = converted(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
+    tables = [read(source, selections) for source, selections in wanted.tables]
+    by_message = []
+    for source, selections in wanted.by_message:
+        ids = _ids(rule, broker)
+        by_message.append(read_by_id(source, selections, ids))
+        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
+    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
+    deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, read(sources.broker, [contract.owing(rule)]), broker, by_message)
     own = tables[0].persist(StorageLevel.DISK_ONLY)
     is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
     narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
@@ -261,72 +263,3 @@ def _key_sides(
 
 def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSelection:
     return replace(selection, conditions=(*selection.conditions, *conditions))
-
-
-# The queries below read the queue, check-backs and failures of single messages. A finding shows the results, and no
-# class depends on them. If a rule has more than this number of messages to look up, the run does not start the queries.
-_MAX_FACTS: Final = 1_000
-# A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many
-# check-backs, because the broker checks it every hour.
-_MAX_EACH: Final = 10
-_PLACES: Final = """
-SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
-                          '; ' ORDER BY attempt, queue_id, queue_offset)
-FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[]) GROUP BY log_id
-"""
-_CHECKS: Final = """
-SELECT transaction_id::text, checked_at, answer, detail
-FROM (SELECT *, row_number() OVER (PARTITION BY transaction_id ORDER BY checked_at DESC) AS place
-      FROM {view} WHERE transaction_id = ANY('{{{ids}}}'::uuid[])) newest
-WHERE place <= {most} ORDER BY transaction_id, checked_at
-"""
-_FAILURES: Final = """
-SELECT log_id, consumer_group, attempt, failed_at, error
-FROM (SELECT *, row_number() OVER (PARTITION BY log_id, consumer_group ORDER BY attempt DESC) AS place
-      FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[])) newest
-WHERE place <= {most} ORDER BY log_id, consumer_group, attempt
-"""
-_FACTS_SCHEMA: Final = (
-    "log_id bigint, queue string, checks array<struct<checked_at: timestamp, answer: string, detail: string>>, "
-    "failures array<struct<consumer_group: string, attempt: int, failed_at: timestamp, error: string>>"
-)
-
-
-def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
-    """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
-
-    The result is empty in three cases: the broker is an export, the role may not read the views, or the broker does not
-    have the views yet. The result is also empty if there are more than _MAX_FACTS messages, because an operator cannot
-    examine so many messages. If the rule masks a field, the result has no error texts, because an error text may repeat
-    any field.
-    """
-    rows: list[tuple[Any, ...]] = []
-    if isinstance(broker, PostgresSource):
-        ids = messages.select("log_id", "transaction_id").distinct().limit(_MAX_FACTS + 1).collect()
-        if 0 < len(ids) <= _MAX_FACTS:
-            rows = list(_fact_rows(broker, {int(row[0]): str(row[1]) for row in ids}, rule))
-    return F.broadcast(messages.sparkSession.createDataFrame(rows, _FACTS_SCHEMA))
-
-
-def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
-    numbers = ",".join(str(number) for number in sorted(transactions))
-    # The transaction ids of an archive come from a file, so only ids with the form of a UUID go into a statement.
-    names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
-    places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
-    checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)
-    for log_id, transaction_id in transactions.items():
-        checked = [(at, answer, _shown_text(rule, text)) for of, at, answer, text in checks if of == transaction_id]
-        failed = [(group, int(n), at, _shown_text(rule, text)) for of, group, n, at, text in failures if of == log_id]
-        yield log_id, places.get(log_id), checked, failed
-
-
-def _shown_text(rule: Rule, text: str) -> str:
-    return masking.HIDDEN if rule.mask and text else text
-
-
-def _answer(broker: PostgresSource, view: str, statement: str, ids: str) -> list[tuple[Any, ...]]:
-    table = broker.table_of(TableSelection(table=view, columns=(), key="log_id", in_broker=True))
-    try:
-        return broker.attempt(statement.format(view=table, ids=ids, most=_MAX_EACH), about=f"the broker's view {view}")
-    except ReconcileError:
-        return []

@@ -157,7 +157,7 @@ def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> Non
 def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None) -> None:
     """One whose message the broker has lost, and one whose message was consumed."""
     lost, consumed, waits = (tasks.note.enqueue(str(number)) for number in range(3))
-    settle()
+    queue_messages()
     _lose(lost.id)
     drain()
     TaskEntry.objects.filter(pk=consumed.id).update(status="READY", attempts=0, finished_at=None)

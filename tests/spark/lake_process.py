@@ -18,8 +18,6 @@ from pyspark.sql import functions as F
 from spark import pipeline, session
 from spark.common.errors import ReconcileError
 from spark.common.options import RunOptions
-from spark.common.store import Store
-from spark.output.table import FindingsTable
 from spark.rules.rule import DatabaseRule, SourceKind
 from spark.sources.base import Column, TableSelection
 from spark.sources.lake import LakeSource
@@ -68,20 +66,18 @@ class Lake:
         path.write_text(text)
         return path
 
-    def options(self, place: str, output: str, table: str | None = None) -> RunOptions:
-        return RunOptions(rules=self.rules(place), output=str(self.folder / output), full=True, output_table=table)
-
-    def run(self, place: str, output: str, table: str | None = None) -> dict[str, Any]:
+    def run(self, place: str, output: str) -> dict[str, Any]:
         """The result of a run over everything, shortened."""
-        result = pipeline.run(self.spark, self.options(place, output, table))
+        options = RunOptions(rules=self.rules(place), output=str(self.folder / output), full=True)
+        result = pipeline.run(self.spark, options)
         snapshots = [each["snapshot"] for each in result["snapshots"]]
         counts = {name: count for name, count in result["totals"].items() if count}
-        return {"run": result["run"], "totals": counts, "snapshots": snapshots}
+        return {"totals": counts, "snapshots": snapshots}
 
-    def refused(self, place: str, output: str, table: str | None = None) -> str:
+    def refused(self, place: str, output: str) -> str:
         """The error of a run that must not begin."""
         try:
-            self.run(place, output, table)
+            self.run(place, output)
         except ReconcileError as error:
             return f"{error.exit_code}: {error}"
         return "was not refused"
@@ -100,48 +96,26 @@ class Lake:
         return seen
 
 
-def every_form(lake: Lake, ddl: str) -> dict[str, Any]:
-    """Two runs per form: the second after a correction of the row in the lake. Both add their findings to a table.
-
-    Before the second run, the table loses the rows of the first, as if the first had been killed right after its result
-    was in force.
-    """
+def every_form(lake: Lake) -> dict[str, Any]:
+    """Two runs per form: the second after a correction of the row in the lake."""
     orders = {"delta": f"delta.`{lake.delta}/{ORDERS}`", "iceberg": f"lake.shop.{ORDERS}"}
     places = {"delta": f'kind = "delta"\npath = "{lake.delta}"', "iceberg": f'kind = "iceberg"\npath = "{lake.shop}"'}
-    tables = {"delta": "shop.findings", "iceberg": "lake.shop.findings"}
     seen: dict[str, Any] = {}
     for kind, place in places.items():
-        table = tables[kind]
-        lake.spark.sql(f"CREATE TABLE {table} {ddl} USING {kind}")
-        lake.spark.sql(f"ALTER TABLE {table} ADD COLUMNS (team string)")
-        output = f"of-{kind}"
-        first = lake.run(place, output, table)
-        store = Store(str(lake.folder / output))
-        again = FindingsTable(lake.spark, table).add(store, store.result_in_force())
-        lake.spark.sql(f"DELETE FROM {table} WHERE run = '{first['run']}'")
+        first = lake.run(place, f"of-{kind}")
         lake.spark.sql(f"UPDATE {orders[kind]} SET total = 12.50 WHERE id = 2")
-        second = lake.run(place, output, table)
-        rows = lake.spark.sql(f"SELECT run, `key`, `class`, was, team FROM {table} ORDER BY finished_at")
-        names = {first["run"]: "first", second["run"]: "second"}
-        added = [[names[row[0]], *row[1:]] for row in rows.collect()]
-        seen[kind] = {"first": first, "second": second, "added": added, "again": again}
+        seen[kind] = {"first": first, "second": lake.run(place, f"of-{kind}")}
     seen["catalog"] = {"first": lake.run('kind = "catalog"\nnamespace = "shop"', "of-catalog")}
     return seen
 
 
 def refusals(lake: Lake) -> dict[str, str]:
     """Each must name what is wrong and what to do."""
-    lake.spark.sql("CREATE TABLE shop.plain (run string) USING parquet")
-    lake.spark.sql("CREATE TABLE shop.narrow (run string, `key` string) USING delta")
-    delta = f'kind = "delta"\npath = "{lake.delta}"'
     return {
         "delta as parquet": lake.refused(f'kind = "parquet"\npath = "{lake.delta}"', "no"),
         "iceberg as parquet": lake.refused(f'kind = "parquet"\npath = "{lake.shop}"', "no"),
         "missing": lake.refused(f'kind = "delta"\npath = "{lake.delta}/nowhere"', "no"),
         "no catalog": lake.refused('kind = "catalog"\nnamespace = "nowhere.shop"', "no"),
-        "no table": lake.refused(delta, "no", "lake.shop.findings"),
-        "plain table": lake.refused(delta, "no", "shop.plain"),
-        "narrow table": lake.refused(delta, "no", "shop.narrow"),
     }
 
 
@@ -155,20 +129,11 @@ def view(lake: Lake) -> list[str]:
         source.close()
 
 
-def failures(lake: Lake) -> dict[str, str]:
-    """The errors of runs that lose a table: its files are removed, or the table of findings is dropped."""
-    table = FindingsTable(lake.spark, "lake.shop.findings")
-    store = Store(str(lake.folder / "of-iceberg"))
-    lake.spark.sql("DROP TABLE lake.shop.findings")
-    result = {**store.result_in_force(), "run": "another"}
-    try:
-        table.add(store, result)
-        lost = "was not refused"
-    except ReconcileError as error:
-        lost = f"{error.exit_code}: {error}"
+def without_files(lake: Lake) -> str:
+    """The error of a run that loses the files of a table."""
     for path in (lake.delta / ORDERS).rglob("*.parquet"):
         path.unlink()
-    return {"no files": lake.refused(f'kind = "delta"\npath = "{lake.delta}"', "no"), "lost table": lost}
+    return lake.refused(f'kind = "delta"\npath = "{lake.delta}"', "no")
 
 
 def main() -> None:
@@ -181,15 +146,14 @@ def main() -> None:
     spark = session.start("local[1]", {**SETTINGS, **places})
     lake = Lake(spark, folder)
     seen: dict[str, Any] = {"refusals": refusals(lake)}
-    ddl = seen["refusals"]["no table"].partition("CREATE TABLE lake.shop.findings ")[2].partition(" USING ")[0]
-    seen["forms"] = every_form(lake, ddl)
+    seen["forms"] = every_form(lake)
     seen["pinned"] = {
         "delta": lake.pinned(SourceKind.DELTA, str(lake.delta), f"delta.`{lake.delta}/{ORDERS}`"),
         "iceberg": lake.pinned(SourceKind.ICEBERG, str(lake.shop), f"lake.shop.{ORDERS}"),
         "catalog": lake.pinned(SourceKind.CATALOG, "shop", f"shop.{ORDERS}"),
     }
     seen["view"] = view(lake)
-    seen["failures"] = failures(lake)
+    seen["without files"] = without_files(lake)
     (folder / "seen.json").write_text(json.dumps(seen))
     spark.stop()
 

@@ -16,7 +16,6 @@ import pytest
 from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from spark import archive
-from spark.cli import main
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.progress import Progress
 from spark.rules import file as rules_file
@@ -202,40 +201,10 @@ def test_kill_9_five_times_in_each_stage_then_again(world: World, tmp_path: Path
     assert (tmp_path / "archive" / "archive.json").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_kill_9_five_times_in_each_stage_of_a_compaction_then_again(
-    reconcile: Reconciler, world: World, tmp_path: Path
-) -> None:
-    """The passes stay in force until the merged one is. No message is lost, and none is in two named passes."""
-    world.add_many(20, every=timedelta(minutes=1))
-    path = reconcile.rules(text=archived_rules(tmp_path))
-    work = archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO()))
-    work.messages_per_pass = 4
-    work.run()
-    manifest = tmp_path / "archive" / "archive.json"
-    before = manifest.read_bytes()
-    for stage in ("write", "verify", "publish"):
-        for _ in range(KILLS):
-            is_killed = kill_at(start(world, path, "--compact"), stage)
-            # A kill may come after the merged pass is in force. Then there is nothing left to merge.
-            assert is_killed or stage == "publish"
-            assert stage == "publish" or manifest.read_bytes() == before
-    with start(world, path, "--compact") as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
-    with start(world, path) as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
-    assert held(tmp_path) == sent(world), "complete, and nothing twice"
-    assert work.verify() == []
-    assert len(json.loads(before)["passes"]) > len(json.loads(manifest.read_text())["passes"])
-
-
-def start(world: World, rules: Path, *how: str) -> subprocess.Popen[str]:
+def start(world: World, rules: Path) -> subprocess.Popen[str]:
     """The command as a process that leads a group of its own, with its JVM in it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "spark", "archive", *how, "--rules", str(rules), *SMALL],
+        [sys.executable, "-m", "spark", "archive", "--rules", str(rules), *SMALL],
         cwd=ROOT,
         env=environment(world),
         stdout=subprocess.PIPE,
@@ -272,10 +241,8 @@ def test_a_backlog_is_archived_in_passes_and_a_killed_one_goes_on_behind_the_las
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_year_is_judged_from_the_archive_alone(
-    reconcile: Reconciler, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Passes over a year, two or three a month; then compacted. The rows are read from their own database.
+def test_a_year_is_judged_from_the_archive_alone(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    """Passes over a year, two or three a month. The rows are read from their own database.
 
     Each fourth day has a message, because each day of a pass is a folder, and Spark takes its time for each folder.
     """
@@ -304,26 +271,10 @@ def test_a_year_is_judged_from_the_archive_alone(
 
     alone = path.read_text().replace('env = "RECONCILE_BROKER"', f'kind = "archive"\npath = "{tmp_path / "archive"}"')
     alone = alone.replace('schema = "outbox"\n', "").replace(f'archive = "{tmp_path / "archive"}"\n', "")
-    before = folders(tmp_path)
     reconcile.output = "alone"
     path.write_text(alone)
     result = reconcile.run(full=True)
     assert set(reconcile.findings(result)) == planted, "the archive alone"
     assert result["rules"][0]["messages_read"] == 93
-
     path.write_text(archived_rules(tmp_path, groups=group_rules(GROUPS)))
-    merged = work.compact()
-    assert merged and work.compact() == [], "each month is merged once"
-    take(reconcile, path)
-    assert len(folders(tmp_path)) < len(before), "the next pass removes the folders of the merged passes"
     assert work.verify() == []
-    path.write_text(alone)
-    assert set(reconcile.findings(reconcile.run(full=True))) == planted, "and after it was compacted"
-    path.write_text(archived_rules(tmp_path, groups=group_rules(GROUPS)))
-    assert main(["archive", "--list", "--rules", str(path)]) == 0
-    assert sum(int(line.split("\t")[3]) for line in capsys.readouterr().out.splitlines()) == 92
-
-
-def folders(folder: Path) -> list[str]:
-    """The folders of the archive's passes."""
-    return sorted(each.name for each in (folder / "archive" / "message_v1").iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from pyspark.errors import PySparkException
 
 from spark import cli, pipeline, session
 from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem, readable_errors
@@ -174,6 +175,20 @@ def test_the_error_says_how_java_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SparkContext, "_gateway", types.SimpleNamespace(proc=process))
     with pytest.raises(RunIncomplete, match=r"has ended \(exit code 134\)"), readable_errors("writing the findings"):
         raise ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "[PYTHON_DATA_SOURCE_ERROR] Failed to read: ModuleNotFoundError: No module named 'outbox_spark'",
+        "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11",
+    ],
+)
+def test_executors_with_another_python_are_a_problem_of_usage(cause: str) -> None:
+    """No later run would succeed either, so a scheduler must not try again."""
+    with pytest.raises(UsageProblem, match=r"^reading failed: .*Set PYSPARK_PYTHON .*session\.ship\(spark\)"):
+        with readable_errors("reading"):
+            raise PySparkException(cause)
 
 
 def test_no_option_makes_java_weaker_than_its_defaults() -> None:

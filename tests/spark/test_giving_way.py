@@ -67,10 +67,12 @@ class Migrating(Progress):
         return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
 
 
-def test_a_run_gives_way_to_a_migration(reconcile: Reconciler, world: World) -> None:
+@pytest.mark.parametrize(("stage", "extra"), [("stage scan", ""), ("stage checksum", 'bucket = "1h"')])
+def test_a_run_gives_way_to_a_migration(reconcile: Reconciler, world: World, stage: str, extra: str) -> None:
+    """With checksums, the session that computes them is the one that gives way."""
     world.add(Order(number=1))
-    options = RunOptions(rules=reconcile.rules(groups=()), output=str(reconcile.folder / "out"))
-    migrating = Migrating(world.app_url, "stage scan", "orders_order", "SELECT count(*) FROM orders_order")
+    options = RunOptions(rules=reconcile.rules(groups=(), extra=extra), output=str(reconcile.folder / "out"))
+    migrating = Migrating(world.app_url, stage, "orders_order", "SELECT count(*) FROM orders_order")
     with pytest.raises(RunIncomplete) as raised:
         pipeline.run(reconcile.spark, options, migrating)
     assert migrating.error is None

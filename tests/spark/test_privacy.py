@@ -72,9 +72,6 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
         "buyer": {"mail": masking.HIDDEN},
     }
     assert rows["3"]["body"] == masking.NOT_JSON
-    (message,) = json.loads(rows["2"]["evidence"])["messages"]
-    assert [failure["error"] for failure in message["failures"]] == [masking.HIDDEN]
-    assert [check["detail"] for check in message["checks"]] == [masking.HIDDEN]
     for path in (tmp_path / "out").rglob("*"):
         assert path.is_dir() or b"example.org" not in path.read_bytes(), path
     shown = [str(value) for row in rows.values() for value in row.values()]

@@ -93,11 +93,7 @@ def described(counts: list[FindingCounts], *examples: dict[str, Any]) -> list[di
 def finding(text: str) -> dict[str, Any]:
     shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
-    told = {
-        "checks": [{"checked_at": NOW, "answer": text, "detail": text}],
-        "failures": [{"consumer_group": text, "attempt": 1, "failed_at": NOW, "error": text}],
-    }
-    message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW, **told}
+    message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW}
     groups = {"effects": [{"group": text, "effects": 1}], "deliveries": [{"group": text, "delivery": "passed"}]}
     known = {"evidence": json.dumps({"messages": [message], **groups})}
     named = {"class": "MISMATCH", "flags": ["MISMATCH", text], "cause": causes.id_of("<rule>", "MISMATCH", "", "")}
