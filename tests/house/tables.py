@@ -1,4 +1,4 @@
-"""Writes the tables of settings, options and conditions in the documents from the definitions, and the alerts.
+"""Writes the tables of settings, options, conditions and commands in the documents from the code, and the alerts.
 
 `python -m tests.house.tables` rewrites the tables in docs/, and the alert rules and the dashboard that the package
 ships. A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
@@ -30,6 +30,7 @@ from outbox.contrib.django.settings.definition import REQUIRED, Setting, definit
 from outbox.contrib.forwarding.settings import DeclaredForward
 from outbox.contrib.large_bodies.settings import DeclaredLargeBodies
 from outbox.contrib.receiving.settings import DeclaredReceive
+from outbox.contrib.rocketmq import operator_table
 from outbox.contrib.schedules.settings import DeclaredSchedule
 from outbox.contrib.tasks.backend import TaskOptions
 from outbox.subscription import Subscription
@@ -179,6 +180,10 @@ def _environment() -> str:
     return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in environment()))
 
 
+def _on_rocketmq(kind: str, table: Mapping[str, str]) -> str:
+    return _table((kind, "on RocketMQ"), ((f"`{name}`", instead or "works") for name, instead in table.items()))
+
+
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **{
         f"settings {section}": partial(_settings, *SETTINGS, section=section, header="key")
@@ -198,6 +203,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "setting words": partial(_words, *SETTINGS),
     "topic words": partial(_words, TopicOptions),
     "environment": _environment,
+    "commands on RocketMQ": partial(_on_rocketmq, "command", operator_table.COMMANDS),
+    "pages on RocketMQ": partial(_on_rocketmq, "page", operator_table.PAGES),
+    "metrics on RocketMQ": partial(_on_rocketmq, "metric", operator_table.METRICS),
 }
 
 
