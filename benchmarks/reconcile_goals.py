@@ -200,7 +200,7 @@ def prepare_parquet(folder: Path, rows: int, master: str) -> None:
 def prepare_postgres(folder: Path, url: str, rows: int) -> None:
     app, broker = fill_postgres(url, rows)
     os.environ.update(BENCH_APP=app, BENCH_BROKER=broker)
-    text = RULES.format(app='env = "BENCH_APP"', broker='env = "BENCH_BROKER"', extra='bucket = "1h"')
+    text = RULES.format(app='env = "BENCH_APP"', broker='env = "BENCH_BROKER"', extra='bucket = "1h"\nlook_back = "1h"')
     (folder / "checksum.toml").write_text(text)
 
 
