@@ -184,8 +184,8 @@ def fill(world: World) -> list[UUID]:
         before={"selection": f"with key {MARK}"}, after={MARK: [MARK]}, outcome="done",
     )  # fmt: skip
     TaskEntry.objects.create(
-        backend="default", queue_name="default", priority=0, task_path="t", args=[MARK], kwargs={"a": MARK},
-        errors=[{"traceback": MARK}], return_value=MARK, enqueued_at=now, message_id=queued.message_id,
+        backend="default", queue_name="default", task_path="t", args=[MARK], kwargs={"a": MARK}, return_value=MARK,
+        errors=[{"traceback": MARK}], enqueued_at=now, announced_at=now, message_id=queued.message_id,
     )  # fmt: skip
     return ids
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.rocketmq import admin, exhausted
+from outbox.rocketmq import admin, stranded
 from outbox.utils import faults
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
@@ -128,7 +128,7 @@ def test_effects_are_the_committed_rows_whichever_process_is_killed(
         for number in range(rounds):
             campaign.round(number)
         nothing_lost_invented_or_doubled(within_seconds=240)
-        given_up = admin.end_of_queue(server.admin, exhausted.TOPIC)
+        given_up = admin.end_of_queue(server.admin, stranded.TOPIC)
     print(
         f"seed {seed}: {Order.objects.count()} committed orders, {sum(happened().values())} of {len(expected())} "
         f"effects, killed {dict(campaign.killed)}, {given_up} half messages given up by check-back"

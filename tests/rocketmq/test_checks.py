@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from outbox.message import Delivery, Message
-from outbox.rocketmq import admin, exhausted
+from outbox.rocketmq import admin, stranded
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.producer import AnsweringThread
 from outbox.topic import MessageType, Topic
@@ -149,7 +149,7 @@ def forgetful(programs: Path) -> Iterator[PrivateRocketMQ]:
 
 
 def given_up(server: PrivateRocketMQ, count: int) -> bool:
-    return admin.end_of_queue(server.admin, exhausted.TOPIC) == count
+    return admin.end_of_queue(server.admin, stranded.TOPIC) == count
 
 
 def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocketMQ) -> None:
@@ -177,24 +177,24 @@ def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocket
         with consuming(forgetful, topic, lambda delivery: seen.append(delivery.message)):
             first = broker.settle_exhausted("shop", Knowing(decisions))
             assert first == CheckCounts(claimed=3, committed=1, rolled_back=1, unknown=1)
-            assert exhausted.waiting(forgetful.admin, "shop") == 3, "from the oldest that is undecided"
+            assert stranded.waiting(forgetful.admin, "shop") == 3, "from the oldest that is undecided"
             decisions[ids[0]] = Decision.COMMIT
             assert broker.settle_exhausted("shop", Knowing(decisions)) == CheckCounts(claimed=1, committed=1)
             assert broker.settle_exhausted("shop", Knowing(decisions)) == CheckCounts()
-            assert (exhausted.waiting(forgetful.admin, "shop"), exhausted.waiting(forgetful.admin, "other")) == (0, 1)
+            assert (stranded.waiting(forgetful.admin, "shop"), stranded.waiting(forgetful.admin, "other")) == (0, 1)
             broker.close()
             other = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
             assert other.settle_exhausted("shop", Knowing(decisions)) == CheckCounts(), "it begins where that one ended"
             other.close()
             eventually(lambda: len(seen) == 2, within_seconds=60)
-            forgetful.admin.store_offset(exhausted.offsets_of("other"), exhausted.TOPIC, 100)
+            forgetful.admin.store_offset(stranded.offsets_of("other"), stranded.TOPIC, 100)
             restored = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
             assert restored.settle_exhausted("other", Knowing(decisions)) == CheckCounts(claimed=1, committed=1)
             restored.close()
             eventually(lambda: len(seen) == 3, within_seconds=60)
     finally:
         broker.close()
-    assert exhausted.waiting(forgetful.admin, "other") == 0
+    assert stranded.waiting(forgetful.admin, "other") == 0
     seen.pop()
     assert sorted(seen, key=lambda one: one.body) == messages[:2]
 
@@ -209,7 +209,7 @@ def test_committed_while_no_process_could_answer(
     assert set(ends.values()) == {-signal.SIGKILL}
     undecided = admin.end_of_queue(forgetful.admin, "RMQ_SYS_TRANS_HALF_TOPIC")
     assert undecided
-    eventually(lambda: admin.end_of_queue(forgetful.admin, exhausted.TOPIC) >= 2, within_seconds=90)
+    eventually(lambda: admin.end_of_queue(forgetful.admin, stranded.TOPIC) >= 2, within_seconds=90)
     assert expected() and not happened()
     with project.running(["-m", "outbox.contrib.django.worker.child", "check"]), project.consumer():
         nothing_lost_invented_or_doubled()

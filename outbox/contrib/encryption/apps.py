@@ -24,7 +24,9 @@ class OutboxEncryptionConfig(AppConfig):
         """Join the core: the form of encrypted bodies, the actions on keys, and the table of keys."""
         hooks.add_body_form(
             ENCRYPTED_CONTENT_TYPE,
-            BodyForm(codec="outbox.contrib.encryption.keys.codec", shown="outbox.contrib.encryption.keys.shown"),
+            BodyForm(
+                codec="outbox.contrib.encryption.keys.EncryptedCodec", shown="outbox.contrib.encryption.keys.shown"
+            ),
         )
         hooks.add_actions("outbox.contrib.encryption.actions")
         hooks.add_tables(self.label, content={"SubjectKey": None})

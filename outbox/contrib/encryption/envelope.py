@@ -14,15 +14,12 @@ import binascii
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 from uuid import UUID
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from outbox.codec import Codecs
-from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE
-from outbox.erased import ERASED, Erased
 from outbox.errors import ConfigurationError
 
 KEY_BYTES: Final = 32
@@ -30,16 +27,6 @@ _VERSION: Final = b"\x01"
 _NONCE: Final = 12
 _BODY_HEAD: Final = 1 + 16 + _NONCE
 _KEY_HEAD: Final = 1 + 8 + _NONCE
-
-
-class SubjectKeys(Protocol):
-    """The keys of subjects. Both methods raise HandlerNotStarted if the keys cannot be read now."""
-
-    def key_for(self, subject: str) -> tuple[UUID, bytes]:
-        """Return the id and the key of a subject. Creates the key if the subject has none."""
-
-    def key_of(self, key_id: UUID) -> bytes | None:
-        """Return the key with this id; None if it is deleted."""
 
 
 def encrypt(key_id: UUID, key: bytes, content_type: str, body: bytes) -> bytes:
@@ -64,24 +51,6 @@ def decrypt(data: bytes, key_of: Callable[[UUID], bytes | None]) -> tuple[str, b
         raise ValueError("it was changed after its encryption, or its key is another one") from None
     size = int.from_bytes(plain[:2])
     return plain[2 : 2 + size].decode(), plain[2 + size :]
-
-
-class EncryptedCodec:
-    """Decodes encrypted bodies. The decrypted body is decoded by the codec of its own content type."""
-
-    content_type = ENCRYPTED_CONTENT_TYPE
-
-    def __init__(self, keys: SubjectKeys, codecs: Codecs) -> None:
-        self._keys = keys
-        self._codecs = codecs
-
-    def encode(self, body: Any) -> bytes:
-        raise TypeError("pass Subject(…) to publish: this codec only decodes")
-
-    def decode(self, data: bytes) -> Any | Erased:
-        """Return the decoded body; ERASED if the subject's key is deleted."""
-        found = decrypt(data, self._keys.key_of)
-        return ERASED if found is None else self._codecs.decode(*found)
 
 
 class KeyEncryption:

@@ -7,23 +7,24 @@ missing key waits, because a restored key database may lack newer keys.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Final
 from uuid import UUID
 
 from django.db import DatabaseError, connections, transaction
 from django.utils import timezone
 
 from outbox import hooks
-from outbox.codec import Codec, Codecs
+from outbox.codec import Codecs
 from outbox.contrib.django.database.transactions import in_test_case
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.encryption.models import SubjectKey
 from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE, EncryptionSettings
+from outbox.erased import ERASED, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
 from outbox.hooks import ShownBody
 from outbox.utils.safe_text import shown_value
@@ -35,33 +36,9 @@ _CACHED: Final = 10_000
 _KEY_BYTES: Final = 32
 LONGEST_SUBJECT: Final = 255
 
-_Name = TypeVar("_Name")
-_Value = TypeVar("_Value")
-
-
-class _Cache(Generic[_Name, _Value]):
-    def __init__(self) -> None:
-        self._values: dict[_Name, tuple[float, _Value]] = {}
-        self._lock = threading.Lock()
-
-    def get(self, name: _Name, find: Callable[[], _Value]) -> _Value:
-        found = self._values.get(name)
-        if found is not None and time.monotonic() < found[0]:
-            return found[1]
-        value = find()
-        with self._lock:
-            if len(self._values) >= _CACHED:
-                self._values.clear()
-            self._values[name] = (time.monotonic() + CACHE_SECONDS, value)
-        return value
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()
-
 
 class StoredKeys:
-    """The keys of subjects in the key database of these settings (an `envelope.SubjectKeys`)."""
+    """The keys of subjects in the key database of these settings."""
 
     def __init__(self, settings: EncryptionSettings) -> None:
         if settings.key_database is None:
@@ -78,17 +55,18 @@ class StoredKeys:
             ) from error
         self._alias = settings.key_database
         self._encryption = KeyEncryption(settings.key_encryption_keys)
-        self._by_subject: _Cache[str, tuple[UUID, bytes]] = _Cache()
-        self._by_id: _Cache[UUID, bytes | None] = _Cache()
+        # Their second argument is the present period of CACHE_SECONDS.
+        self._by_subject = lru_cache(_CACHED)(lambda subject, period: self._find_or_create(subject))
+        self._by_id = lru_cache(_CACHED)(lambda key_id, period: self._find(key_id))
 
     def key_for(self, subject: str) -> tuple[UUID, bytes]:
         """Return the id and the key of a subject. Creates the key, and commits it, if the subject has none."""
-        return self._by_subject.get(subject, lambda: self._find_or_create(subject))
+        return self._by_subject(subject, _period())
 
     def key_of(self, key_id: UUID) -> bytes | None:
         """Return the key with this id; None if it is deleted. Raises HandlerNotStarted if it cannot be read now."""
         try:
-            return self._by_id.get(key_id, lambda: self._find(key_id))
+            return self._by_id(key_id, _period())
         except HandlerNotStarted:
             # No invoker runs now that would keep this thread's connection for the next call, or close it.
             if not connections[self._alias].in_atomic_block:
@@ -143,8 +121,8 @@ class StoredKeys:
 
     def forget(self) -> None:
         """Forget the keys that this process keeps in memory."""
-        self._by_subject.clear()
-        self._by_id.clear()
+        self._by_subject.cache_clear()
+        self._by_id.cache_clear()
 
     # -- actions of operators --------------------------------------------------------------------------
 
@@ -186,6 +164,10 @@ class StoredKeys:
         return changed
 
 
+def _period() -> int:
+    return int(time.monotonic() / CACHE_SECONDS)
+
+
 _stored: tuple[EncryptionSettings, StoredKeys] | None = None
 
 
@@ -212,30 +194,34 @@ def check_subject(subject: object) -> str:
 # -- reading bodies -------------------------------------------------------------------------------------
 
 
-class _NoKeys:
-    """Lets encrypted messages wait in a process without the keys."""
+class EncryptedCodec:
+    """Decodes encrypted bodies. The decrypted body is decoded by the codec of its own content type.
+
+    In a process without the keys, encrypted messages wait.
+    """
 
     content_type = ENCRYPTED_CONTENT_TYPE
+
+    def __init__(self, codecs: Codecs) -> None:
+        """Raises ConfigurationError."""
+        self._codecs = codecs
+        self._keys = None if alias_of_settings() is None else subject_keys()
 
     def encode(self, body: Any) -> bytes:
         raise TypeError("pass Subject(…) to publish: this codec only decodes")
 
-    def decode(self, data: bytes) -> Any:
-        raise HandlerNotStarted(
-            "the body of the message is encrypted, and this process has no OUTBOX['KEY_DATABASE']. The message waits. "
-            "Set KEY_DATABASE and KEY_ENCRYPTION_KEYS as the publisher does."
-        )
+    def decode(self, data: bytes) -> Any | Erased:
+        """Return the decoded body; ERASED if the subject's key is deleted."""
+        if self._keys is None:
+            raise HandlerNotStarted(
+                "the body of the message is encrypted, and this process has no OUTBOX['KEY_DATABASE']. The message "
+                "waits. Set KEY_DATABASE and KEY_ENCRYPTION_KEYS as the publisher does."
+            )
+        # Only projects that encrypt need the library `cryptography`.
+        from outbox.contrib.encryption.envelope import decrypt
 
-
-def codec(codecs: Codecs) -> Codec:
-    """Return the codec of encrypted bodies. Raises ConfigurationError."""
-    if alias_of_settings() is None:
-        return _NoKeys()
-    keys = subject_keys()
-    # Only projects that encrypt need the library `cryptography`.
-    from outbox.contrib.encryption.envelope import EncryptedCodec
-
-    return EncryptedCodec(keys, codecs)
+        found = decrypt(data, self._keys.key_of)
+        return ERASED if found is None else self._codecs.decode(*found)
 
 
 def shown(body: bytes) -> ShownBody:

@@ -257,9 +257,7 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
         id=1234567, output="o", run="r", rule=short[:255], group=short[:127], finding_class="LOST", severity="x",
         key=text, detail=text, at=LAST, first_seen=FIRST, message_id="no uuid", row=text, body=text,
     )  # fmt: skip
-    ForwardEndpoint.objects.create(
-        group="mail", disabled_at=LAST, disabled_reason=text, last_error=text, last_error_at=LAST, last_status="x"
-    )
+    ForwardEndpoint.objects.create(group="mail", disabled_at=LAST, disabled_reason=text)
     return [
         *PAGES.values(), f"/outbox/messages/{first}/", f"/outbox/audit/{action.pk}/", "/outbox/groups/one/?name=mail",
         "/outbox/groups/one/?name=mail&topic=orders", "/outbox/topics/one/?name=orders",

@@ -60,7 +60,7 @@ def busy(world: World) -> list[str]:
         HOSTILE, HOSTILE,
     )  # fmt: skip
     past = timezone.now() - timedelta(minutes=9)
-    ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE, last_error=HOSTILE)
+    ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE)
     for _ in range(3):
         summary.refresh(world.run)
     undecided = world_half(world)

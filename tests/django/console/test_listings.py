@@ -44,7 +44,7 @@ def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: Worl
     bury(world, "mail", "k0", "ValueError: no\nsecond line")
     world.half()
     working(world, "mail", world.sql("SELECT message_id FROM outbox.commit_log LIMIT 1")[0][0])
-    ForwardEndpoint.objects.create(group="mail", last_error="refused", last_error_at=datetime.now(UTC))
+    ForwardEndpoint.objects.create(group="mail", disabled_at=datetime.now(UTC), disabled_reason="refused")
     seen = []
     for listing in LISTINGS.values():
         if not listing.command:

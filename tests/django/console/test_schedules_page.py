@@ -15,8 +15,10 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def test_the_page_shows_last_and_next_and_links_the_last_message(world: World, operator: Client) -> None:
-    at_three = {"expression": "0 3 * * *", "timezone": "Europe/Berlin"}
-    declare(world.run, "shop", [Schedule(producer_group="shop", name="report", topic="orders", **at_three)])
+    at_three = Schedule(
+        producer_group="shop", name="report", topic="orders", expression="0 3 * * *", timezone="Europe/Berlin"
+    )
+    declare(world.run, "shop", [at_three])
     call_command("outbox_schedule", "run", "report", stdout=StringIO())
     [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
     page = operator.get("/outbox/schedules/").content.decode()
