@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold, fact_of
+from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Shown, Threshold, fact_of
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.blocked_keys.blocking import list_blocked_keys
 
@@ -21,6 +21,7 @@ BLOCKED_KEY_SECONDS: Final = Threshold(
     "waiting messages follow in order. `outbox_group unblock` lets them pass.",
     concern=Concern.WAITING,
     thresholds=(BLOCKED_KEY_SECONDS,),
+    shown=Shown(listed=BY_ERROR),
 )
 def blocked_key(state: BrokerState) -> Iterator[Judged]:
     for one in state.once(list_blocked_keys):

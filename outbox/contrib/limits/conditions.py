@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold, fact_of
+from outbox.broker.operations.conditions import (
+    OF_GROUP,
+    Concern,
+    Declarations,
+    Judged,
+    Place,
+    Shown,
+    Threshold,
+    fact_of,
+)
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.limits.operations import list_limits
 
@@ -24,6 +33,11 @@ LIMIT_SECONDS: Final = Threshold(
     next_step="If the service behind the handler allows it, raise the limit with `outbox_group limits`.",
     concern=Concern.PASSING,
     thresholds=(LIMIT_SECONDS,),
+    shown=Shown(
+        listed=Place("groups", "Groups that wait for a limit", {"state": "=limited"}),
+        settled=Place("group", "Change the limits …", OF_GROUP, "limits"),
+        settles="waiting_for",
+    ),
 )
 def limit_binding(state: BrokerState) -> Iterator[Judged]:
     for one in state.once(list_limits):
