@@ -16,9 +16,9 @@ import psycopg
 import pytest
 from django.db.models.functions import Now
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.recall import recall
-from outbox.broker.operations.audit import GroupTotals, count_messages
+from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.summary import refresh
 from outbox.broker.operations.trace import EntryState, trace
 from outbox.contrib.django import publish, run_check_back
@@ -70,7 +70,7 @@ def rows(query: str) -> list[Any]:
         return connection.execute(query.encode()).fetchall()
 
 
-def charging() -> GroupTotals:
+def charging() -> Row:
     with broker_connection() as (connection, schema):
         return count_messages(Executor(connection, schema)).groups["charging"]
 
@@ -107,7 +107,7 @@ def has_left(*numbers: str) -> bool:
 def is_settled() -> bool:
     """No message of the group waits or is claimed."""
     found = charging()
-    return found.lag + found.claimed + found.retrying == 0
+    return not (found.lag or found.claimed or found.retrying)
 
 
 def wait_until_done(other: Provider, expected: list[str]) -> None:

@@ -17,17 +17,17 @@ from django.utils import timezone
 from outbox import Delivery, RetryPolicy
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
+from outbox.broker.database.executor import Row
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.log import recall
 from outbox.broker.operations import broker_conditions, changes, summary
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.search import unfinished_deliveries
-from outbox.broker.operations.summary import GroupOverview
 from outbox.broker.operations.trace import trace
 from outbox.broker.supervisor import ChildDeath
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.django.actions.messages import discard_dead_letters, replay_dead_letters
+from outbox.contrib.django.actions.messages import settle_letters
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import CompareCounts, run_compare
@@ -115,7 +115,7 @@ def published(tag: str, **options: object) -> UUID:
     return publish("orders", {}, key=tag, tag=tag, at_once=True, **options).message_id  # type: ignore[arg-type]
 
 
-def looked(name: str) -> GroupOverview:
+def looked(name: str) -> Row:
     """What the status shows of a group."""
     found = look().overview
     assert found is not None
@@ -245,9 +245,9 @@ def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(
         return entries(world, ids["newer_recalled"], "newer_recalled")[-1] == "recalled"
 
     eventually(newer_recalled, what="the recall of a message that waits for newer code")
-    discard_dead_letters("discarded", LetterSelection(), limit=10, dry_run=False)
+    settle_letters("discarded", LetterSelection(), replay=False, limit=10, dry_run=False)
     states.is_broken = False
-    replay_dead_letters("replayed", LetterSelection(), limit=10, dry_run=False)
+    settle_letters("replayed", LetterSelection(), replay=True, limit=10, dry_run=False)
     assert states_of("replayed", "retry_recalled") == {
         "replayed": ["sent back"],
         "retry_recalled": ["recalled"],

@@ -9,7 +9,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.reconciliation.apply import RateLimiter
+from outbox.contrib.reconciliation.apply import turns
 from tests.django.conftest import point_alias
 from tests.django.repairs import Repair, finding, lost
 from tests.django.shop.models import Order
@@ -40,13 +40,13 @@ def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
         waited.append(round(seconds, 3))
         now[0] += seconds
 
-    pace = RateLimiter(4, clock=lambda: now[0], wait=wait)
+    pace = turns(4, clock=lambda: now[0], wait=wait)
     for _ in range(3):
-        pace.turn()
+        next(pace)
     assert waited == [0.25, 0.25]
     now[0] += 10
     for _ in range(2):
-        pace.turn()
+        next(pace)
     assert waited == [0.25, 0.25, 0.25]
 
 

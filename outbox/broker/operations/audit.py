@@ -8,16 +8,15 @@ a retry can be recalled). A broken equation means that a message is lost or doub
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from outbox.broker.database.connection import Connection
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 
@@ -67,7 +66,9 @@ GROUP BY topic_id, term
 # counted as retrying, claimed, dead or timed out. `claimed` counts the group's messages whose handler runs outside of a
 # transaction and which have left their queue (decision 203). `retrying` counts the group's messages in retry queues,
 # and the group's messages that wait for a retry. `missed` counts messages that retention removed before the group had
-# passed them. When consumers of the group run again, the group counts the missed messages as expired.
+# passed them. When consumers of the group run again, the group counts the missed messages as expired. `discarded`
+# counts dead letters that an operator discarded, and repeated entries: those that a reset has let the group read again,
+# and that have failed while the message waits for the same attempt already or is a dead letter already.
 _GROUPS: Final = Statement(
     """
 WITH heads AS MATERIALIZED (
@@ -125,89 +126,44 @@ GROUP BY consumer_group.group_id ORDER BY consumer_group.name
 )
 
 
-@dataclass(slots=True)
-class TopicTotals:
-    """Messages of a topic since its creation, by state; messages that retention removed are included."""
-
-    sent: int = 0
-    committed: int = 0
-    rolled_back: int = 0
-    undecided: int = 0
-    parked: int = 0
-    unsequenced: int = 0
-    held: int = 0
-    scheduled: int = 0
-    recalled: int = 0
-    queued: int = 0
-
-    def differences(self) -> list[str]:
-        """Return a text for each equation that does not hold."""
-        decided = self.committed + self.rolled_back + self.undecided + self.parked
-        placed = self.unsequenced + self.held + self.scheduled + self.recalled + self.queued
-        found = []
-        if self.sent != decided:
-            found.append(f"{self.sent} sent, but {decided} committed, rolled back, undecided or parked")
-        if self.committed != placed:
-            found.append(f"{self.committed} committed, but {placed} unsequenced, held, scheduled, recalled or queued")
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTotals:
-    """Messages of a consumer group since its start.
-
-    `lag`: queued and unfinished messages, without the `claimed` and `retrying` messages. `claimed`: messages that have
-    left their queue while their handler runs.
-
-    `discarded`: dead letters that an operator discarded, and repeated entries. A repeated entry is one that a reset has
-    let the group read again, and that has failed while the message waits for the same attempt already or is a dead
-    letter already. `expired`: messages that retention removed before the group had consumed them; `missed`: the expired
-    messages that the group has not counted yet, because its consumers have not run since the removal.
-    """
-
-    name: str
-    broadcast: bool
-    queued: int
-    handled: int
-    skipped: int
-    filtered: int
-    lag: int
-    claimed: int
-    retrying: int
-    dead: int
-    discarded: int
-    expired: int
-    missed: int
-    recalled: int = 0
-    timed_out: int = 0
-
-    def differences(self) -> list[str]:
-        """Return a text if the group's equation does not hold. A broadcast group has no positions and no equation."""
-        if self.broadcast:
-            return []
-        ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired
-        found = ended + self.recalled + self.timed_out + self.lag + self.claimed + self.retrying
-        if self.queued == found:
-            return []
-        return [
-            f"{self.queued} queued, but {found} handled, skipped, filtered, lagging, claimed, retrying, dead, "
-            f"discarded, expired, recalled or timed out"
-        ]
+# Each term on the left is the sum of those on the right: of the messages of a topic since its creation, with those that
+# retention has removed, and of the messages of a group since its start.
+_OF_TOPICS: Final[Mapping[str, Sequence[str]]] = {
+    "sent": ("committed", "rolled_back", "undecided", "parked"),
+    "committed": ("unsequenced", "held", "scheduled", "recalled", "queued"),
+}
+_OF_GROUPS: Final[Mapping[str, Sequence[str]]] = {
+    "queued": (
+        *("handled", "skipped", "filtered", "lag", "claimed", "retrying", "dead", "discarded", "expired", "recalled"),
+        "timed_out",
+    ),
+}
+_NOTHING: Final = dict.fromkeys(["sent", *_OF_TOPICS["sent"], *_OF_TOPICS["committed"]], 0)
+_WORDS: Final = {"rolled_back": "rolled back", "lag": "lagging", "timed_out": "timed out"}
 
 
 @dataclass(frozen=True, slots=True)
 class MessageCounts:
-    """The counts of a broker's messages in one snapshot: by topic name, and by group name."""
+    """The counts of a broker's messages in one snapshot: by topic name, and by group name, each with all terms."""
 
-    topics: dict[str, TopicTotals]
-    groups: dict[str, GroupTotals]
+    topics: dict[str, Row]
+    groups: dict[str, Row]
 
     def differences(self) -> list[str]:
         """Return a text for each equation that does not hold, with its topic or group."""
-        found = [f"topic {name!r}: {text}" for name, topic in self.topics.items() for text in topic.differences()]
-        return found + [
-            f"group {name!r}: {text}" for name, group in self.groups.items() for text in group.differences()
-        ]
+        of_topics = (f"topic {name!r}: {text}" for name, one in self.topics.items() for text in _wrong(one, _OF_TOPICS))
+        # A broadcast group has no positions and no equation.
+        groups = {name: one for name, one in self.groups.items() if not one.broadcast}
+        of_groups = (f"group {name!r}: {text}" for name, one in groups.items() for text in _wrong(one, _OF_GROUPS))
+        return [*of_topics, *of_groups]
+
+
+def _wrong(counted: Row, equations: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for whole, terms in equations.items():
+        said, found = getattr(counted, whole), sum(getattr(counted, term) for term in terms)
+        if said != found:
+            *some, last = (_WORDS.get(term, term) for term in terms)
+            yield f"{said} {whole}, but {found} {', '.join(some)} or {last}"
 
 
 def count_messages(run: Executor) -> MessageCounts:
@@ -217,12 +173,12 @@ def count_messages(run: Executor) -> MessageCounts:
     """
     with _one_snapshot(run.connection):
         [snapshot] = run.one(_SNAPSHOT)
-        totals: dict[int, TopicTotals] = {}
+        totals: dict[int, Row] = {}
         for topic_id, term, count in run.rows(_TERMS, {"snapshot": snapshot}):
-            topic = totals.setdefault(topic_id, TopicTotals())
+            topic = totals.setdefault(topic_id, Row(**_NOTHING))
             setattr(topic, term, getattr(topic, term) + int(count))
-        topics = {name: totals.get(topic_id, TopicTotals()) for topic_id, name in run.rows(_TOPICS)}
-        return MessageCounts(topics, {group.name: group for group in run.objects(GroupTotals, _GROUPS)})
+        topics = {name: totals.get(topic_id, Row(**_NOTHING)) for topic_id, name in run.rows(_TOPICS)}
+        return MessageCounts(topics, {group.name: group for group in run.objects(Row, _GROUPS)})
 
 
 @contextmanager
@@ -276,13 +232,9 @@ def run_once(run: Executor) -> Audit:
     took = time.monotonic() - started
     differences = counted.differences()
     facts = {
-        "topics": {name: dataclasses.asdict(topic) for name, topic in counted.topics.items()},
+        "topics": {name: vars(topic) for name, topic in counted.topics.items()},
         "groups": {
-            name: {
-                field.name: value
-                for field in dataclasses.fields(group)
-                if type(value := getattr(group, field.name)) is int
-            }
+            name: {term: value for term, value in vars(group).items() if type(value) is int}
             for name, group in counted.groups.items()
         },
     }

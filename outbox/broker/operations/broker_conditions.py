@@ -16,18 +16,29 @@ from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations import audit, presence, sessions, topic_limits
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, list_comparisons
 from outbox.broker.operations.conditions import (
+    BY_ERROR,
     EVIDENCE,
+    INCIDENTS,
+    OF_GROUP,
+    PAUSE,
+    RESUME,
+    WORKERS,
     Concern,
     Counted,
     Declarations,
     DeclaredCondition,
     Fact,
     Judged,
+    Place,
+    Remedy,
     Severity,
+    Shown,
     Threshold,
     Thresholds,
     fact_of,
 )
+from outbox.broker.operations.liveness import leadership
+from outbox.broker.operations.progress import list_blocked
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import growth, lags_of
 from outbox.broker.transaction import turns
@@ -80,6 +91,7 @@ def _outages(run: Executor) -> list[dict[str, Any]]:
     next_step="Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web processes), "
     "or raise the limit. `manage.py outbox_doctor` adds up the sessions.",
     concern=Concern.PUBLISHING,
+    shown=Shown(listed=WORKERS),
 )
 def connections_refused(state: BrokerState) -> Iterator[Judged]:
     for limit in sessions.limits(state.run):
@@ -101,29 +113,13 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
     "`outbox_doctor` looks for other problems.",
     concern=Concern.WAITING,
     subject=("failing",),
+    shown=Shown(listed=WORKERS, figure="Workers"),
 )
 def process_failing(state: BrokerState) -> Iterator[Judged]:
     for one in state.once(failing):
         if not says_refused(one.error):
             part: Fact = {"failing": f"{one.part} of {one.of}" if one.of else str(one.part)}
             yield Severity.CRITICAL, {**part, **fact_of(one, "process", "since", "seen_seconds", "error")}
-
-
-_LEADING: Final = Statement("""
-SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
-       (SELECT extract(epoch FROM clock_timestamp() - expires_at)::double precision FROM {schema}.leader_lease
-        WHERE role = 'sequencer' AND expires_at <= clock_timestamp()),
-       tick.snapshot::text, extract(epoch FROM clock_timestamp() - tick.at)::double precision,
-       extract(epoch FROM clock_timestamp()
-                          - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
-              )::double precision,
-       broker.reject_transactional
-FROM {schema}.broker, (SELECT snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
-""")
-
-
-def _leading(run: Executor) -> tuple[Any, ...]:
-    return run.one(_LEADING)
 
 
 NO_SEQUENCER_SECONDS: Final = Threshold(
@@ -136,19 +132,16 @@ NO_SEQUENCER_SECONDS: Final = Threshold(
     next_step="Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     concern=Concern.WAITING,
     thresholds=(NO_SEQUENCER_SECONDS,),
+    shown=Shown(listed=WORKERS, figure="Sequencer"),
 )
 def no_sequencer(state: BrokerState) -> Iterator[Judged]:
-    leader, gone_seconds, _, tick_seconds, *_ = state.once(_leading)
+    now = state.once(leadership)
     # The condition `process_failing` already gives the reason why no process leads. Starting another process would not
     # help.
-    if leader is None and not any(one.part is ProcessPart.SEQUENCING for one in state.once(failing)):
-        severity = Severity.CRITICAL if gone_seconds is None else state.judge(NO_SEQUENCER_SECONDS, gone_seconds)
-        yield severity, {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
-
-
-_LACKS: Final = Statement("""
-SELECT unnest(lacks) FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()
-""")
+    if now.leader is None and not any(one.part is ProcessPart.SEQUENCING for one in state.once(failing)):
+        gone = now.gone_seconds
+        severity = Severity.CRITICAL if gone is None else state.judge(NO_SEQUENCER_SECONDS, gone)
+        yield severity, {"without_leader_seconds": gone, "last_tick_seconds": now.tick_seconds}
 
 
 @CONDITIONS.declare(
@@ -158,9 +151,10 @@ SELECT unnest(lacks) FROM {schema}.leader_lease WHERE role = 'sequencer' AND exp
     "no service needs the part any more, `manage.py outbox_install --drop --part PART` drops its tables.",
     concern=Concern.WAITING,
     subject=("part",),
+    shown=Shown(listed=WORKERS),
 )
 def part_missing(state: BrokerState) -> Iterator[Judged]:
-    for (part,) in state.run.rows(_LACKS):
+    for part in state.once(leadership).lacks:
         yield Severity.CRITICAL, {"part": part}
 
 
@@ -185,12 +179,13 @@ TICK_LATE_SECONDS: Final = Threshold(
     next_step="Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     concern=Concern.WAITING,
     thresholds=(TICK_LATE_SECONDS,),
+    shown=Shown(listed=WORKERS, figure="Sequencer"),
 )
 def ticks_late(state: BrokerState) -> Iterator[Judged]:
-    leader, _, snapshot, _, overdue_seconds, _ = state.once(_leading)
-    if leader is not None:
-        yield oldest_undelivered(state.run, state.thresholds, snapshot)
-        yield state.judge(TICK_LATE_SECONDS, overdue_seconds), {"waiting": "due", "seconds": overdue_seconds}
+    now = state.once(leadership)
+    if now.leader is not None:
+        yield oldest_undelivered(state.run, state.thresholds, now.snapshot)
+        yield state.judge(TICK_LATE_SECONDS, now.overdue_seconds), {"waiting": "due", "seconds": now.overdue_seconds}
 
 
 def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> Judged:
@@ -208,9 +203,10 @@ def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> 
     meaning="The leader does not refresh the summary. The lag and the counts are old, or reading them takes longer.",
     next_step="Check the log of the broker process. The leader may be a worker of an older version.",
     concern=Concern.PASSING,
+    shown=Shown(listed=WORKERS),
 )
 def summary_late(state: BrokerState) -> Iterator[Judged]:
-    leader, age_seconds = state.once(_leading)[0], state.summary.stored_age_seconds
+    leader, age_seconds = state.once(leadership).leader, state.summary.stored_age_seconds
     if leader is not None and state.summary.is_late and age_seconds is not None:
         yield Severity.WARNING, {"age_seconds": age_seconds}
 
@@ -250,6 +246,7 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
     concern=Concern.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("pass",),
+    shown=Shown(listed=Place("undecided", "Undecided transactions"), figure="Undecided"),
 )
 def check_back_late(state: BrokerState) -> Iterable[Judged]:
     return [one for one in late_passes(state) if turns.OF_PART not in str(one[1]["pass"])]
@@ -271,9 +268,10 @@ def not_conserved(state: BrokerState) -> Iterator[Judged]:
     meaning="An operator has set the broker to refuse new transactional messages.",
     next_step="When the reason for the refusal is gone, run `outbox_transaction accept`.",
     concern=Concern.ON_PURPOSE,
+    shown=Shown(remedies=(Remedy("accept", "Accept messages again …", "good"),)),
 )
 def rejecting(state: BrokerState) -> Iterator[Judged]:
-    if state.once(_leading)[-1]:
+    if state.once(leadership).is_rejecting:
         yield Severity.WARNING, {}
 
 
@@ -370,6 +368,7 @@ def settle_incidents(run: Executor, names: Iterable[str]) -> int:
     "one producer group. Then run `outbox_audit settle --condition contradicted`.",
     concern=Concern.LOSS,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS),
 )
 def contradicted(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.CONTRADICTED)
@@ -382,6 +381,7 @@ def contradicted(state: BrokerState) -> Counted:
     "Then run `outbox_audit settle --condition refused`.",
     concern=Concern.WITHIN_DAYS,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS),
 )
 def refused(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.REFUSED, Severity.WARNING)
@@ -394,6 +394,7 @@ def refused(state: BrokerState) -> Counted:
     "`outbox_transaction decide --force`.",
     concern=Concern.UNDECIDED,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS, figure="Undecided"),
 )
 def wrong_ledger(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.WRONG_LEDGER, is_open=True)
@@ -405,6 +406,7 @@ def wrong_ledger(state: BrokerState) -> Counted:
     "run `outbox_audit settle --condition checker_disagrees`.",
     concern=Concern.WITHIN_DAYS,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS),
 )
 def checker_disagrees(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.ALARM, Severity.WARNING)
@@ -416,6 +418,7 @@ def checker_disagrees(state: BrokerState) -> Counted:
     "that the group missed. Then run `outbox_audit settle --condition expired`.",
     concern=Concern.LOSS,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS),
 )
 def expired(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.EXPIRED)
@@ -428,6 +431,7 @@ def expired(state: BrokerState) -> Counted:
     "--condition path_flipped`.",
     concern=Concern.PUBLISHING,
     subject=("subject",),
+    shown=Shown(listed=INCIDENTS),
 )
 def path_flipped(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.PATH)
@@ -496,6 +500,7 @@ def lost_commits(state: BrokerState) -> Counted:
     "messages again, and the inbox skips the messages that it knows.",
     concern=Concern.LOSS,
     subject=("database",),
+    shown=Shown(settled=Place("group", "Reset …", OF_GROUP, "reset")),
 )
 def lost_effects(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.INBOX)
@@ -523,6 +528,11 @@ UNANSWERED_SECONDS: Final = Threshold("unanswered_seconds", 120, 900, "seconds",
     "messages with `outbox_transaction decide`.",
     concern=Concern.UNDECIDED,
     thresholds=(UNANSWERED_SECONDS,),
+    shown=Shown(
+        listed=Place("undecided", "Undecided transactions"),
+        settled=Place("undecided", "Its transactions", {"group": "producer_group"}),
+        figure="Undecided",
+    ),
 )
 def unanswered(state: BrokerState) -> Iterator[Judged]:
     for one in state.summary.producers:
@@ -558,6 +568,15 @@ PARKED_MESSAGES: Final = Threshold("parked_messages", 1, 100, "messages", "parke
     "`outbox_transaction decide ID rollback` asks the ledger, then decides.",
     concern=Concern.UNDECIDED,
     thresholds=(PARKED_MESSAGES,),
+    shown=Shown(
+        listed=Place("undecided", "Parked transactions", {"parked": "=yes"}),
+        remedies=(
+            Remedy("ask", "Ask again …", "plain", {"ids": "transaction"}),
+            Remedy("decide", "Commit …", "good", {"id": "transaction", "decision": "=commit"}),
+            Remedy("decide", "Roll back …", "bad", {"id": "transaction", "decision": "=rollback"}),
+        ),
+        figure="Undecided",
+    ),
 )
 def parked(state: BrokerState) -> Counted:
     facts = state.facts(_PARKED, limit=EVIDENCE)
@@ -643,6 +662,7 @@ NO_WORKER_SECONDS: Final = Threshold(
     next_step="Start a worker of the group's service with CONSUMER_PROCESSES above 0.",
     concern=Concern.WAITING,
     thresholds=(NO_WORKER_SECONDS,),
+    shown=Shown(listed=Place("groups", "Groups without a worker", {"state": "=unattended"}), figure="Workers"),
 )
 def no_worker(state: BrokerState) -> Iterator[Judged]:
     # If a consumer process runs and fails, the condition `process_failing` reports the failure. Starting another worker
@@ -705,6 +725,12 @@ def worse(*severities: Severity | None) -> Severity | None:
     "`outbox_group offsets GROUP` shows which queues are behind.",
     concern=Concern.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
+    shown=Shown(
+        listed=Place("groups", "Groups that are behind", {"state": "=behind"}),
+        settled=Place("group", "Its queues", OF_GROUP, "queues"),
+        figure="Lag",
+        may_be_symptom=True,
+    ),
 )
 def lag(state: BrokerState) -> Iterable[Judged]:
     return _lagging(state, paused=False)
@@ -714,6 +740,7 @@ def lag(state: BrokerState) -> Iterable[Judged]:
     meaning="A group is paused, and messages wait for it.",
     next_step="When the reason for the pause is gone, run `outbox_group resume GROUP`.",
     concern=Concern.ON_PURPOSE,
+    shown=Shown(listed=Place("groups", "Paused groups", {"state": "=paused"}), remedies=(RESUME,), figure="Lag"),
 )
 def group_paused(state: BrokerState) -> Iterable[Judged]:
     return _lagging(state, paused=True)
@@ -724,14 +751,32 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
     next_step="Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
     "message with `outbox_group skip GROUP TOPIC MESSAGE`.",
     concern=Concern.WAITING,
+    shown=Shown(
+        listed=Place("groups", "Groups with a failing queue", {"state": "=failing"}),
+        remedies=(
+            Remedy("skip", "Skip this message …", "bad", {"group": "group", "topic": "topic", "id": "message"}),
+            PAUSE,
+        ),
+        figure="Lag",
+    ),
 )
 def blocked_queue(state: BrokerState) -> Counted:
-    found: list[Judged] = []
-    for one in state.summary.blocked:
-        since = state.summary.seconds_since(one.since)
-        named = ("group", "topic", "queue", "message", "key")
-        found.append((Severity.CRITICAL, fact_of(one, *named, blocked_seconds=since, error=one.error)))
-    return Counted(found, max(len(found), sum(one.blocked for one in state.summary.groups)))
+    blocked = [one for one in state.summary.groups if one.blocked]
+    groups = sorted({one.group for one in blocked})
+    facts: list[Judged] = []
+    for one in list_blocked(state.run, groups, limit=EVIDENCE) if groups else []:
+        assert one.blocked_since is not None
+        fact = fact_of(
+            one,
+            *("group", "topic"),
+            queue=one.number,
+            message=str(one.blocked_by),
+            key=one.blocked_key,
+            blocked_seconds=state.summary.seconds_since(one.blocked_since.timestamp()),
+            error=one.blocked_error,
+        )
+        facts.append((Severity.CRITICAL, fact))
+    return Counted(facts, max(len(facts), sum(one.blocked for one in blocked)))
 
 
 _STOPPED: Final = Statement("""
@@ -746,6 +791,9 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
     meaning="The on_error policy of a handler stopped its queue.",
     next_step="Fix the cause of the handler's error, then run `outbox_group resume GROUP`.",
     concern=Concern.WAITING,
+    shown=Shown(
+        listed=Place("groups", "Groups with a stopped queue", {"state": "=stopped"}), remedies=(RESUME,), figure="Lag"
+    ),
 )
 def stopped_queue(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.CRITICAL, fact) for fact in state.facts(_STOPPED)]
@@ -759,6 +807,12 @@ DEAD_LETTERS: Final = Threshold("dead_letters", 1, 1000, "messages", "dead lette
     next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
     concern=Concern.HANDLERS,
     thresholds=(DEAD_LETTERS,),
+    shown=Shown(
+        listed=BY_ERROR,
+        settled=Place("dead_letters", "Its errors", {"group": "group"}),
+        remedies=(Remedy("replay", "Replay these …", "good", {"group": "group", "all": "=yes"}),),
+        figure="Dead letters",
+    ),
 )
 def dead_letters(state: BrokerState) -> Iterator[Judged]:
     for one in state.summary.rests:
@@ -787,6 +841,9 @@ RETRY_SHARE: Final = Threshold(
     "the service is back.",
     concern=Concern.HANDLERS,
     thresholds=(RETRY_SHARE,),
+    shown=Shown(
+        listed=Place("waiting", "Messages that are retried", {"retrying": "=yes"}), remedies=(PAUSE,), figure="Retrying"
+    ),
 )
 def retry_storm(state: BrokerState) -> Iterator[Judged]:
     for one in growth(state.run, window_seconds=_RATE_WINDOW_SECONDS):
@@ -821,6 +878,7 @@ GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
     "the process died (signal 9 often means out of memory). The condition ends when fewer than three deaths are in the "
     "last ten minutes.",
     concern=Concern.WAITING,
+    shown=Shown(listed=WORKERS, figure="Workers"),
 )
 def crash_loop(state: BrokerState) -> Iterable[Judged]:
     found = state.facts(_CRASH_LOOPS, seconds=_DEATHS_SECONDS, deaths=_DEATHS)
@@ -852,6 +910,7 @@ def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
     next_step="`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, "
     "or replay it afterwards.",
     concern=Concern.HANDLERS,
+    shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
 def quarantined(state: BrokerState) -> Counted:
     return _in_quarantine(state, hung=False)
@@ -861,6 +920,7 @@ def quarantined(state: BrokerState) -> Counted:
     meaning="Handlers run past their timeout and do not return.",
     next_step="Find the lock or the call that keeps the handlers waiting, and give it a timeout.",
     concern=Concern.WAITING,
+    shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
 def hung_handlers(state: BrokerState) -> Counted:
     return _in_quarantine(state, hung=True)
@@ -871,6 +931,7 @@ def hung_handlers(state: BrokerState) -> Counted:
     "service that the handlers need is down.",
     next_step="Restore the service that the error names: the group then resumes by itself.",
     concern=Concern.PASSING,
+    shown=Shown(listed=Place("groups", "Groups"), remedies=(PAUSE,), figure="Lag"),
 )
 def outage(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.WARNING, fact) for fact in state.once(_outages) if not says_refused(fact["error"])]
@@ -891,6 +952,7 @@ def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
     next_step="Start or speed up the workers of the group that is behind, or raise the limit with `outbox_topic "
     "alter`.",
     concern=Concern.WITHIN_DAYS,
+    shown=Shown(listed=Place("topics", "Topics")),
 )
 def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
     for use, fact in _limit_uses(state):
@@ -903,6 +965,7 @@ def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
     next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
     "accept messages now, raise the limit with `outbox_topic alter`.",
     concern=Concern.PUBLISHING,
+    shown=Shown(listed=Place("topics", "Topics")),
 )
 def topic_over_limit(state: BrokerState) -> Iterator[Judged]:
     for use, fact in _limit_uses(state):
@@ -926,6 +989,7 @@ RETENTION_BEHIND_SECONDS: Final = Threshold(
     "of retention may fail or wait.",
     concern=Concern.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
+    shown=Shown(listed=Place("topics", "Topics")),
 )
 def retention_behind(state: BrokerState) -> Iterator[Judged]:
     for one in state.summary.topics:

@@ -324,16 +324,6 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 # module. Until the second step the old name is valid, and the new name belongs to a paused, empty group.
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A rename that has begun.
-
-    If a consumer of the group starts before the second step, one of the `epochs` increases.
-    """
-
-    epochs: str
-
-
 # Lock the rows of both groups in one statement, in the order of their ids.
 _LOCK = Statement("""
 SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
@@ -378,8 +368,10 @@ def is_renamed(run: Executor, old: str, new: str) -> bool:
     return old not in known
 
 
-def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
+def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> str:
     """The first step of a rename: end all leases of the group, and reserve the new name for this group.
+
+    Return the epochs of its leases. If a consumer of the group starts before the second step, one of them increases.
 
     If a consumer starts under the new name after this step, its group is paused. After an interruption, the caller can
     repeat the step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or if a group with
@@ -396,18 +388,18 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
             _refuse_worked(run, old, new, other_id)
         run.execute(_RESERVE, {"old": old, "new": new})
         run.execute(_FENCE_ALL, {"group_id": group_id})
-        return Reserved(str(run.one(_EPOCHS, {"group_id": group_id})[0]))
+        return str(run.one(_EPOCHS, {"group_id": group_id})[0])
 
 
-def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
-    """The second step of a rename: give the group its new name.
+def rename(run: Executor, old: str, new: str, epochs: str) -> None:
+    """The second step of a rename: give the group its new name. `epochs`: what `reserve` has returned.
 
     Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. The function
     first deletes the empty group that has the new name, which `reserve` has created or paused.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)
-        if run.one(_EPOCHS, {"group_id": group_id})[0] != reserved.epochs:
+        if run.one(_EPOCHS, {"group_id": group_id})[0] != epochs:
             raise UsageError(
                 f"consumers of {old!r} have run since the rename began, so the inbox may have rows that were not "
                 f"copied. The group is still named {old!r}: stop its workers and run the command again."

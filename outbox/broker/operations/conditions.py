@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 # A condition lists at most this many facts; `count` has the number of all facts.
@@ -140,6 +140,57 @@ class Counted:
 Rule = Callable[[State], Iterable[Judged] | Counted]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A page of the operations pages, with the text of a link to it. `section`: the part of the page.
+
+    `query` has a parameter of the page by name: the name of a fact, or after "=" a constant.
+    """
+
+    page: str
+    link: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    section: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """The button of an action, with the fields that a fact fills. `label` may name these fields in braces."""
+
+    action: str
+    label: str
+    tone: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """How the operations pages show a condition.
+
+    `listed`: the list of what the condition is about. `settled`: where one fact is settled, if not by a button.
+    `settles`: the name of a fact of other conditions; such a fact is settled there, too. `figure`: the figure of the
+    overview that gets the colour of the condition. `mark`: the badge of a group that a fact names, in the list of
+    groups. `may_be_symptom`: another condition may be its cause, so it comes after the others.
+    """
+
+    listed: Place | None = None
+    settled: Place | None = None
+    settles: str = ""
+    remedies: Sequence[Remedy] = ()
+    figure: str = ""
+    mark: str = ""
+    may_be_symptom: bool = False
+
+
+# Pages and actions that several conditions share.
+INCIDENTS: Final = Place("incidents", "Incidents")
+WORKERS: Final = Place("workers", "Workers")
+BY_ERROR: Final = Place("dead_letters", "Dead letters by error")
+OF_GROUP: Final = {"name": "group", "topic": "topic"}
+PAUSE: Final = Remedy("pause", "Pause {group} …", "plain", {"group": "group"})
+RESUME: Final = Remedy("resume", "Resume {group} …", "good", {"group": "group"})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredCondition(Generic[State]):
     """One condition: its texts, its thresholds, and the rule that finds it. `concern`: why it matters.
@@ -161,6 +212,7 @@ class DeclaredCondition(Generic[State]):
     thresholds: Sequence[Threshold] = ()
     subject: Sequence[str] = ()
     excuses: Sequence[str] = ()
+    shown: Shown = Shown()
     rule: Rule[State] | None = None
 
     def condition(self, severity: Severity, evidence: Sequence[Fact] = (), count: int = 0) -> Condition:
@@ -197,6 +249,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
         thresholds: Sequence[Threshold] = (),
         subject: Sequence[str] = (),
         excuses: Sequence[str] = (),
+        shown: Shown = Shown(),
     ) -> Callable[[Rule[State]], Rule[State]]:
         """Declare the condition that the decorated rule finds. It has the name of the function."""
 
@@ -210,6 +263,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
                     thresholds=thresholds,
                     subject=subject,
                     excuses=excuses,
+                    shown=shown,
                     rule=rule,
                 )
             )

@@ -12,7 +12,7 @@ deleted group stay, so a new group with its name skips what the deleted group ha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
@@ -96,59 +96,61 @@ _RETRY_QUEUES = Statement("""
 SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
 WHERE retry_of = %(group_id)s AND number = %(topic_id)s
 """)
-_FORGET = [
-    Statement("""
-DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
-  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
+
+
+def _of_queues(table: LiteralString) -> Statement:
+    """Delete a group's rows about the queues of a topic, and about its retry queues."""
+    return Statement(f"""
+DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s
+  AND queue_id IN (SELECT queue_id FROM {{schema}}.queue WHERE topic_id = %(topic_id)s
                    UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
-"""),
-    # At the same time, a tick may replace rows of `scheduled` by entries. The first DELETE waits for the tick, and the
-    # second DELETE sees the new entries.
-    Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
-    Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
-    Statement("""
-DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s
-  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
-                   UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
-"""),
-    Statement("""
-DELETE FROM {schema}.finished_ahead WHERE group_id = %(group_id)s
-  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
-                   UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
-"""),
-    Statement("""
-DELETE FROM {schema}.dead_letter letter USING {schema}.commit_log log
-WHERE letter.group_id = %(group_id)s AND log.log_id = letter.log_id AND log.topic_id = %(topic_id)s
-"""),
-    Statement("""
-DELETE FROM {schema}.failure USING {schema}.commit_log log
-WHERE failure.group_id = %(group_id)s AND log.log_id = failure.log_id AND log.topic_id = %(topic_id)s
-"""),
-    Statement("""
-DELETE FROM {schema}.timed_out USING {schema}.commit_log log
-WHERE timed_out.group_id = %(group_id)s AND log.log_id = timed_out.log_id AND log.topic_id = %(topic_id)s
-"""),
-    Statement("DELETE FROM {schema}.queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
+""")
+
+
+def _of_messages(table: LiteralString) -> Statement:
+    """Delete a group's rows about the messages of a topic."""
+    return Statement(f"""
+DELETE FROM {{schema}}.{table} USING {{schema}}.commit_log log
+WHERE {table}.group_id = %(group_id)s AND log.log_id = {table}.log_id AND log.topic_id = %(topic_id)s
+""")
+
+
+def _in_retry_queues(table: LiteralString) -> Statement:
+    """Delete the rows of a group's retry queues of a topic."""
+    return Statement(f"DELETE FROM {{schema}}.{table} WHERE queue_id = ANY (%(retry_queues)s::integer[])")
+
+
+# At the same time, a tick may replace rows of `scheduled` by entries. Its DELETE waits for the tick, and that of
+# `consume_queue` sees the new entries.
+_FORGET: Final = [
+    _of_queues("queue_lease"),
+    *map(_in_retry_queues, ("scheduled", "consume_queue")),
+    *map(_of_queues, ("consumer_offset", "finished_ahead")),
+    *map(_of_messages, ("dead_letter", "failure", "timed_out")),
+    _in_retry_queues("queue"),
     Statement("DELETE FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s"),
 ]
-_ITS_RETRY_QUEUES: Final = """
-WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
-                   WHERE retry_of = %(group_id)s)
-"""
-_FORGET_GROUP = [
-    # Also delete the rows of topics to which the group does not subscribe any more. The statements lock leases before
-    # offsets, as all other statements do (docs/maintainers/storage.md, Locks).
-    Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
-    Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
-    Statement("DELETE FROM {schema}.queue" + _ITS_RETRY_QUEUES),
-    Statement("DELETE FROM {schema}.dead_letter WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.failure WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.timed_out WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.consumer WHERE group_id = %(group_id)s"),
+
+
+def _in_its_retry_queues(table: LiteralString) -> Statement:
+    return Statement(f"""
+DELETE FROM {{schema}}.{table} WHERE queue_id IN (
+    SELECT queue_id FROM {{schema}}.queue JOIN {{schema}}.topic USING (topic_id) WHERE retry_of = %(group_id)s)
+""")
+
+
+def _of_group(table: LiteralString) -> Statement:
+    return Statement(f"DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s")
+
+
+# Also the rows of topics to which the group does not subscribe any more. Leases are locked before offsets, as all other
+# statements do (docs/maintainers/storage.md, Locks).
+_FORGET_GROUP: Final = [
+    _of_group("queue_lease"),
+    *map(_in_its_retry_queues, ("scheduled", "consume_queue", "queue")),
+    *map(_of_group, ("dead_letter", "failure", "timed_out", "consumer_offset", "consumer")),
     Statement("DELETE FROM {schema}.topic WHERE retry_of = %(group_id)s"),
-    Statement("DELETE FROM {schema}.consumer_group WHERE group_id = %(group_id)s"),
+    _of_group("consumer_group"),
 ]
 _LOCK_TOPIC = Statement("SELECT topic_id FROM {schema}.topic WHERE topic_id = %(topic_id)s FOR UPDATE")
 _GROUPS_OF = Statement("""

@@ -41,7 +41,7 @@ ORDER BY 3
 
 _ROLE: Final = Statement("SELECT quote_ident(current_user), quote_ident(%(schema)s)")
 _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
-_PID: Final = Statement("SELECT pg_backend_pid(), extract(epoch FROM clock_timestamp())::double precision")
+_CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
 
 _TOPICS: Final = Statement("""
 SELECT name FROM {schema}.topic
@@ -97,12 +97,9 @@ def _server(run: Executor) -> Iterator[Condition]:
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
-    """Whether the connection goes through a pooler. A pooler reports an invented process id to its clients."""
     if database.listen_conninfo:
         return _listen_url(database)
-    told = run.connection.info.backend_pid
-    [pid, _] = run.one(_PID)
-    if told == pid:
+    if not sessions.is_behind_pooler(run):
         return of_text("pooler", Severity.OK, "none in between")
     remedy = (
         "Set OUTBOX['LISTEN_URL'] to a direct URL, so that workers need not poll. If workers may poll, set "
@@ -126,7 +123,7 @@ def _listen_url(database: BrokerDatabase) -> Condition:
 
 def _clock(run: Executor) -> Condition:
     before = time.time()
-    [_, there] = run.one(_PID)
+    [there] = run.one(_CLOCK)
     skew = there - (before + time.time()) / 2
     remedy = "Synchronise the clocks of this machine and the server (NTP): ids, delays and ages use both clocks."
     return of_check("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)

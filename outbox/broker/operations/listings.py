@@ -294,30 +294,6 @@ ORDER BY undecided.transaction_id LIMIT %(limit)s
 
 def list_open(
     run: Executor,
-    group: str | None = None,
-    transactional_id: str | None = None,
-    *,
-    parked: bool = False,
-    after: UUID | None = None,
-    limit: int = 100,
-) -> list[OpenTransaction]:
-    """Return a page of open transactions, the oldest first.
-
-    With `group` or `transactional_id`, the page has only transactions of this producer group or transactional id. With
-    `parked`, the page has only parked transactions. To read the next page, pass the last transaction id of this page as
-    `after`. The function changes nothing.
-    """
-    return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
-
-
-def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | None:
-    """Return one open transaction; None if it is decided or unknown."""
-    found = _find(run, transaction_id=transaction_id, limit=1)
-    return found[0] if found else None
-
-
-def _find(
-    run: Executor,
     *,
     transaction_id: UUID | None = None,
     group: str | None = None,
@@ -326,6 +302,12 @@ def _find(
     after: UUID | None = None,
     limit: int,
 ) -> list[OpenTransaction]:
+    """Return a page of open transactions, the oldest first.
+
+    With `transaction_id`, only this one. With `group` or `transactional_id`, the page has only transactions of this
+    producer group or transactional id. With `parked`, the page has only parked transactions. To read the next page,
+    pass the last transaction id of this page as `after`. The function changes nothing.
+    """
     last = Snapshot.parse(run.one(_LAST_SCAN)[0])
     values = {
         "xmax": str(last.xmax),
@@ -339,3 +321,8 @@ def _find(
     }
     # The statement is not prepared, because a plan without the snapshot's values would read the whole log.
     return run.objects(OpenTransaction, _OPEN, values, prepare=False)
+
+
+def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | None:
+    """Return one open transaction; None if it is decided or unknown."""
+    return next(iter(list_open(run, transaction_id=transaction_id, limit=1)), None)

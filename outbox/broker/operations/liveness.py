@@ -103,3 +103,30 @@ def liveness(run: Executor) -> Liveness:
         every_seconds,
         [Row(**one) for one in silent],
     )
+
+
+_LEADERSHIP: Final = Statement("""
+SELECT broker_id::text, incarnation, reject_transactional AS is_rejecting, tick_id, snapshot::text,
+       extract(epoch FROM clock_timestamp() - tick.at)::double precision AS tick_seconds,
+       CASE WHEN lease.expires_at > clock_timestamp() THEN lease.owner::text END AS leader,
+       CASE WHEN lease.expires_at > clock_timestamp() THEN lease.lacks ELSE '{{}}' END AS lacks,
+       CASE WHEN lease.expires_at <= clock_timestamp()
+            THEN extract(epoch FROM clock_timestamp() - lease.expires_at)::double precision END AS gone_seconds,
+       extract(epoch FROM clock_timestamp()
+                          - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
+              )::double precision AS overdue_seconds
+FROM {schema}.broker
+CROSS JOIN (SELECT tick_id, snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+LEFT JOIN {schema}.leader_lease lease ON lease.role = 'sequencer'
+""")
+
+
+def leadership(run: Executor) -> Row:
+    """Return whether a process leads now, and what it did last, by a few look-ups of an index.
+
+    `leader`: the owner of the live lease, or None; `gone_seconds`: since its end, None if no process has ever led.
+    `lacks`: the parts that the leader lacks. `tick_id`, `snapshot` and `tick_seconds` (the age) are those of the last
+    tick. `overdue_seconds`: for how long the oldest due message waits, or None. `is_rejecting`: new transactional
+    messages are refused.
+    """
+    return run.objects(Row, _LEADERSHIP)[0]

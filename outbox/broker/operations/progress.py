@@ -21,7 +21,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import texts
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 
@@ -102,7 +102,7 @@ _OF_WANTED: Final = (
     + " AS head OFFSET 0) AS ends LEFT JOIN LATERAL "
     + newest_offset("place.group_id", "queue.queue_id")
     + """ AS newest ON true
-    WHERE NOT broadcast AND (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
+    WHERE NOT broadcast AND (%(groups)s::text[] IS NULL OR consumer_group.name = ANY (%(groups)s::text[]))
       AND (%(topic)s::text IS NULL OR topic.name = %(topic)s OR retried.name = %(topic)s)
       AND (NOT %(ordered)s::boolean OR mode <> 'concurrent')
 """
@@ -207,31 +207,17 @@ def list_queues(run: Executor, group: str | None = None, topic: str | None = Non
 
     Broadcast groups have no stored positions.
     """
-    return run.objects(QueueProgress, _QUEUES, {"group": group, "topic": topic, "ordered": False})
+    return run.objects(QueueProgress, _QUEUES, {"groups": group and texts([group]), "topic": topic, "ordered": False})
 
 
-def list_blocked(run: Executor, *, limit: int) -> Sequence[QueueProgress]:
-    """Return the queues whose next message has failed; the queue that has been blocked longest comes first."""
-    return run.objects(QueueProgress, _BLOCKED, {"group": None, "topic": None, "ordered": True, "limit": limit})
+def list_blocked(run: Executor, groups: Sequence[str], *, limit: int) -> Sequence[QueueProgress]:
+    """Return the queues of these groups whose next message has failed; the one that is blocked longest comes first."""
+    values = {"groups": texts(groups), "topic": None, "ordered": True, "limit": limit}
+    return run.objects(QueueProgress, _BLOCKED, values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Consumer groups that are about to start on a topic that already has messages.
-
-
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A group without a subscription to a topic. The queues of this topic have about `messages` messages.
-
-    The groups `handled_by` have handled some of these messages. The groups `without_consumers` are part of
-    `handled_by`; none of their consumers is alive.
-    """
-
-    group: str
-    topic: str
-    messages: int
-    handled_by: list[str]
-    without_consumers: list[str]
 
 
 # The statement reads only the first and the last offset of each queue, and the position of each group. So the duration
@@ -274,12 +260,13 @@ ORDER BY wanted.consumer_group, wanted.name
 )
 
 
-def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:
+def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Row]:
     """Return the pairs (group, topic) of `wanted` in which the group has no subscription to the topic.
 
-    Pairs are left out if no other group has handled messages of the topic.
+    The queues of the topic have about `messages` messages, of which the groups `handled_by` have handled some. No
+    consumer of the groups `without_consumers` among them is alive. Pairs are left out if no group has handled messages.
     """
     if not wanted:
         return []
     groups, topics = zip(*wanted, strict=True)
-    return run.objects(Newcomer, _NEWCOMERS, {"groups": texts(list(groups)), "topics": texts(list(topics))})
+    return run.objects(Row, _NEWCOMERS, {"groups": texts(list(groups)), "topics": texts(list(topics))})

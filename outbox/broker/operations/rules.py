@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Final, cast
+from typing import cast
 
 from psycopg.errors import LockNotAvailable
 
 from outbox import hooks
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import broker_conditions
 from outbox.broker.operations import summary as summaries
@@ -27,15 +26,11 @@ from outbox.broker.operations.conditions import (
     Thresholds,
     worst_first,
 )
+from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.schema.install import check_schema
 from outbox.errors import SchemaError
 from outbox.utils.refused_connections import is_refused
-
-_LEADER: Final = Statement("""
-SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
-       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +82,13 @@ def _holding(state: BrokerState) -> Iterator[Condition]:
 def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionReport:
     """Return whether a leader runs and makes its ticks in time. Raises psycopg.Error.
 
-    The probe makes two look-ups by index, so its duration does not depend on the size of the tables. So a load balancer
-    may call the probe every second.
+    The probe makes a few look-ups by index, so its duration does not depend on the size of the tables, and a load
+    balancer may call it every second.
     """
-    leader, snapshot = run.one(_LEADER)
-    if leader is None:
+    now = leadership(run)
+    if now.leader is None:
         return worst_first([broker_conditions.CONDITIONS["no_sequencer"].condition(Severity.CRITICAL, [{}], 1)])
-    waiting = broker_conditions.oldest_undelivered(run, thresholds or {}, snapshot)
+    waiting = broker_conditions.oldest_undelivered(run, thresholds or {}, now.snapshot)
     return worst_first(broker_conditions.CONDITIONS["ticks_late"].from_facts([waiting]))
 
 

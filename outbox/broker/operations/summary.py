@@ -23,16 +23,16 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox.broker.database import arrays, timeouts
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.groups.members import code_version
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import topic_limits
-from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list_blocked
-from outbox.broker.operations.topic_limits import GroupLag
+from outbox.broker.operations.liveness import leadership
+from outbox.broker.operations.progress import EVERY, GROUPS
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
@@ -139,9 +139,11 @@ UNION ALL
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1)
 """)
 
-# The totals, and the figures of a group or of all groups together.
+# The totals of all groups, and the figures of a group or of all groups together.
 _HISTORY: Final = Statement("""
-SELECT extract(epoch FROM at)::double precision, totals - 'groups',
+SELECT extract(epoch FROM at)::double precision,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'stored' END,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'queued' END,
        CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
 FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
 """)
@@ -159,7 +161,6 @@ FRESH_SECONDS: Final = 60.0
 # The largest share of the time that a process spends on counting in the background. The longer a count takes, the later
 # the next count begins.
 SHARE: Final = 0.05
-_BLOCKED_NAMED: Final = 20
 # The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader. It
 # would say "in order" while these messages are in no queue, so a summary names its leader and its number.
 _COUNTS_UNTIL_CURRENT: Final = 2
@@ -240,44 +241,6 @@ class TopicProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockedQueue:
-    """A queue of an ordered group whose next message has failed, with the first and the last failure."""
-
-    group: str
-    topic: str
-    queue: int
-    message: str
-    key: str
-    error: str
-    since: float
-
-
-# A stored summary has neither keys nor errors of messages, because the removal of a person's data would not find
-# them there.
-_TEXTS_OF_BLOCKED: Final = Statement("""
-SELECT given.place, log.key,
-       coalesce((SELECT error FROM {schema}.failure WHERE failure.group_id = known.group_id
-                 AND failure.log_id = log.log_id ORDER BY attempt DESC LIMIT 1), '')
-FROM unnest(%(groups)s::text[], %(messages)s::uuid[]) WITH ORDINALITY AS given (name, message_id, place)
-JOIN {schema}.consumer_group known ON known.name = given.name
-JOIN {schema}.commit_log log ON log.message_id = given.message_id
-""")
-
-
-def _with_texts(run: Executor, blocked: Sequence[BlockedQueue]) -> list[BlockedQueue]:
-    """Return the queues of a stored summary with the present keys and errors of their messages."""
-    if not blocked:
-        return []
-    values = {
-        "groups": arrays.texts([one.group for one in blocked]),
-        "messages": arrays.uuids([UUID(one.message) for one in blocked]),
-    }
-    found = {place - 1: (key, error) for place, key, error in run.rows(_TEXTS_OF_BLOCKED, values)}
-    texts = [found.get(place, ("", "")) for place in range(len(blocked))]
-    return [replace(one, key=key, error=error) for one, (key, error) in zip(blocked, texts, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
 class LeadingProcess:
     """The leader that stored a summary. `counts`: the number of summaries that it has stored since it leads.
 
@@ -295,11 +258,10 @@ class LeadingProcess:
 class Summary:
     """The whole summary: when the figures were counted (`at`), when they were read (`now`), and the figures.
 
-    `blocked` has at most twenty of the blocked queues. `drawn`: the number of log ids that PostgreSQL had assigned at
-    the time of counting. `drawn` is None in a stored summary, and if the role may not read this number.
-    `stored_age_seconds`: the age of the newest stored summary, or None if there is none. `is_late`: no stored summary
-    was fresh, so the reader has counted the figures itself. `leader` is None if the reader has counted, and if a leader
-    of an earlier version has counted.
+    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. `drawn` is None in a stored
+    summary, and if the role may not read this number. `stored_age_seconds`: the age of the newest stored summary, or
+    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted the figures itself.
+    `leader` is None if the reader has counted, and if a leader of an earlier version has counted.
     """
 
     at: float
@@ -309,7 +271,6 @@ class Summary:
     rests: Sequence[GroupRest]
     producers: Sequence[ProducerProgress]
     topics: Sequence[TopicProgress]
-    blocked: Sequence[BlockedQueue]
     drawn: int | None = None
     stored_age_seconds: float | None = None
     is_late: bool = False
@@ -332,20 +293,6 @@ class Summary:
         JSON holds an infinite time as a text, and times before 1970 count as 1970.
         """
         return None if at is None else max(0.0, self.at - max(0.0, float(at)))
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How many messages a group has handled, sent back or given up as dead letters in the last `seconds`.
-
-    Messages that left their queue for a claim count as handled when they are done, and not as sent back.
-    """
-
-    group: str
-    seconds: float
-    handled: int
-    sent_back: int
-    dead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,17 +322,15 @@ class SummaryHistory:
     points: Sequence[SummaryPoint]
 
 
+# The types of the rows, in the order in which `_COUNT` returns them.
 _PARTS: Final[Mapping[str, type[Any]]] = {
     "groups": GroupProgress,
     "rests": GroupRest,
     "producers": ProducerProgress,
     "topics": TopicProgress,
-    "blocked": BlockedQueue,
 }
 
 
-# The types of the rows, in the order in which `_COUNT` returns them.
-_COUNTED: Final[Sequence[type[Any]]] = (GroupProgress, GroupRest, ProducerProgress, TopicProgress)
 _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
@@ -400,11 +345,8 @@ def count(run: Executor) -> Summary:
     with _limited(run.connection):
         now, drawn, *counted = run.one(_COUNT, prepare=False)
         groups, rests, producers, topics = (
-            [row_type(**row) for row in rows] for row_type, rows in zip(_COUNTED, counted, strict=True)
+            [row_type(**row) for row in rows] for row_type, rows in zip(_PARTS.values(), counted, strict=True)
         )
-        blocked: list[BlockedQueue] = []
-        if any(group.blocked for group in groups):
-            blocked = [_blocked(queue) for queue in list_blocked(run, limit=_BLOCKED_NAMED)]
     return Summary(
         at=now,
         now=now,
@@ -413,21 +355,7 @@ def count(run: Executor) -> Summary:
         rests=rests,
         producers=producers,
         topics=topics,
-        blocked=blocked,
         drawn=drawn,
-    )
-
-
-def _blocked(queue: QueueProgress) -> BlockedQueue:
-    assert queue.blocked_since is not None
-    return BlockedQueue(
-        group=queue.group,
-        topic=queue.topic,
-        queue=queue.number,
-        message=str(queue.blocked_by),
-        key=queue.blocked_key or "",
-        error=queue.blocked_error or "",
-        since=queue.blocked_since.timestamp(),
     )
 
 
@@ -451,9 +379,7 @@ def _limited(connection: Connection) -> Iterator[None]:
 def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
     """Count, and store the summary. `leader`: the process that counts, if it leads."""
     summary = count(run)
-    parts = {name: getattr(summary, name) for name in _PARTS}
-    parts["blocked"] = [replace(one, key="", error="") for one in summary.blocked]
-    facts: dict[str, Any] = {name: _packed(row_type, parts[name]) for name, row_type in _PARTS.items()}
+    facts: dict[str, Any] = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
     if leader is not None:
         facts["leader"] = dataclasses.asdict(leader)
     stored = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
@@ -461,7 +387,7 @@ def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
     return summary
 
 
-def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
+def read(run: Executor) -> Summary:
     """Return the newest stored summary; if it is too old, count now and return the result.
 
     Raises LockNotAvailable as `count` does.
@@ -470,7 +396,7 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
     if found is None:
         return replace(count(run), is_late=True)
     # If a count takes long, the leading process counts more rarely.
-    if found.age_seconds > max(fresh_seconds, 2 * found.took_seconds / SHARE):
+    if found.age_seconds > max(FRESH_SECONDS, 2 * found.took_seconds / SHARE):
         return replace(count(run), is_late=True, stored_age_seconds=found.stored_age_seconds)
     return found
 
@@ -483,7 +409,6 @@ def stored(run: Executor) -> Summary | None:
             return None
         at, took, now, facts = row
         parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
-        parts["blocked"] = _with_texts(run, parts["blocked"])
     return Summary(
         at=at,
         now=now,
@@ -500,42 +425,39 @@ def _leader(stored: Mapping[str, Any] | None) -> LeadingProcess | None:
     return LeadingProcess(**{name: stored[name] for name in known}) if stored else None
 
 
-def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
-    """Return each group's progress since the summary of `window_seconds` ago; empty if no summary is that old."""
+def growth(run: Executor, *, window_seconds: float) -> list[Row]:
+    """Return how many messages each group has `handled`, `sent_back` or given up (`dead`) in the last `seconds`.
+
+    `seconds` is `window_seconds` or a little more; if no summary is that old, the list is empty. Messages that left
+    their queue for a claim count as handled when they are done, and not as sent back.
+    """
     rows = run.rows(_TOTALS, {"window": window_seconds})
     if len(rows) < 2:
         return []
     (began, before), (ended, after) = rows
-    return [
-        Growth(
-            group,
-            ended - began,
-            *(max(0, new - old) for new, old in zip(totals[:3], before["groups"][group][:3], strict=True)),
-        )
+    grown = {
+        group: [max(0, new - old) for new, old in zip(totals, before["groups"][group], strict=True)]
         for group, totals in after["groups"].items()
         if group in before["groups"]
+    }
+    return [
+        Row(group=group, seconds=ended - began, handled=handled, sent_back=sent_back, dead=dead)
+        for group, (handled, sent_back, dead, *_) in grown.items()
     ]
 
 
 def history(run: Executor, group: str | None = None) -> SummaryHistory:
     """Return the figures of the kept summaries, of one group or of all groups together."""
     points = [
-        _point(at, totals, figures, is_group=group is not None)
-        for at, totals, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
+        SummaryPoint(at, stored, queued, *figures)
+        for at, stored, queued, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
         if figures
     ]
     return SummaryHistory(run.one(_CLOCK)[0], points)
 
 
-def _point(at: float, totals: Mapping[str, Any], figures: Sequence[Any], *, is_group: bool) -> SummaryPoint:
-    handled, sent_back, dead, lag, oldest = figures
-    if is_group:
-        return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    return SummaryPoint(at, totals["stored"], totals["queued"], handled, sent_back, dead, lag, oldest)
-
-
 def _totals(summary: Summary) -> dict[str, Any]:
-    """Return the data for `Growth` and `SummaryPoint`: the total of queued messages, and five figures per group.
+    """Return the data for `growth` and `SummaryPoint`: the total of queued messages, and five figures per group.
 
     The key `all` has the five figures of all groups together.
     """
@@ -577,20 +499,12 @@ def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
 # ---------------------------------------------------------------------------------------------------------------------
 # An overview of the broker: the leader, and the summary's numbers per topic and group.
 
-_BROKER: Final = Statement("""
-SELECT broker_id::text, incarnation, (SELECT version FROM {schema}.schema_version WHERE name = 'core'),
-       (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
-       tick_id, extract(epoch FROM clock_timestamp() - at)::double precision,
+_PROCESSES: Final = Statement("""
+SELECT (SELECT version FROM {schema}.schema_version WHERE name = 'core'),
        (SELECT count(DISTINCT instance_id) FROM {schema}.consumer WHERE expires_at > clock_timestamp())
-FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
-_LEADING: Final = Statement("""
-SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
-       (SELECT facts -> 'leader' FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1),
-       (SELECT extract(epoch FROM clock_timestamp() - at)::double precision FROM {schema}.tick
-        ORDER BY tick_id DESC LIMIT 1)
-""")
+_COUNTED_BY: Final = Statement("SELECT facts -> 'leader' FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1")
 
 _CONSUMERS: Final = Statement("""
 SELECT name, count(*) FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
@@ -599,34 +513,12 @@ WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOverview:
-    """One consumer group over all its topics.
-
-    `handled`: messages that the group has done, also if its process died before it stored the offset. Messages that a
-    reset lets the group read again count again. `claimed`: messages that have left their queue while their handler
-    runs. `retrying`: messages that wait for another attempt, queued or not.
-    """
-
-    name: str
-    topics: int
-    consumers: int
-    paused: bool
-    broadcast: bool
-    lag: int
-    oldest_seconds: float | None
-    handled: int
-    claimed: int
-    retrying: int
-    dead: int
-    timed_out: int
-    blocked: int
-    stopped: int
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups.
 
+    `groups`: each consumer group over all its topics. `handled`: messages that the group has done, also if its process
+    died before it stored the offset; those that a reset lets the group read again count again. `claimed`: messages that
+    have left their queue while their handler runs. `retrying`: messages that wait for another attempt, queued or not.
     `processes`: the number of live consumer processes. `leading`: the process that leads; None if no process leads, and
     until the leader has stored its first summary. `is_current` is False if the figures may be those from before the
     present leader: until it has counted twice, messages that waited for it are not in the figures yet.
@@ -640,34 +532,21 @@ class Overview:
     last_tick_seconds_ago: float
     counted_seconds_ago: float
     topics: Sequence[TopicProgress]
-    groups: Sequence[GroupOverview]
+    groups: Sequence[Row]
     processes: int
     leading: LeadingProcess | None = None
     is_current: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "groups": [vars(one) for one in self.groups]}
 
 
-@dataclass(frozen=True, slots=True)
-class Leadership:
-    """Whether a process leads now, and how long ago it made its last tick. `process` is known after its first summary.
-
-    `last_tick_seconds_ago` is None before the first tick.
-    """
-
-    leads: bool
-    process: LeadingProcess | None
-    last_tick_seconds_ago: float | None
-
-
-def leadership(run: Executor) -> Leadership:
-    """Return which process leads, without reading the figures of the summary."""
-    owner, counted_by, seconds = run.one(_LEADING)
-    process = _leader(counted_by)
-    is_leader = process is not None and process.owner == owner
-    return Leadership(owner is not None, process if is_leader else None, seconds)
+def leading_process(run: Executor, leader: str | None) -> LeadingProcess | None:
+    """Return the process with this leader lease, once it has stored a summary, without reading the figures."""
+    row = run.row(_COUNTED_BY)
+    found = _leader(row[0]) if row else None
+    return found if found is not None and found.owner == leader else None
 
 
 def live_consumers(run: Executor) -> dict[str, int]:
@@ -677,10 +556,10 @@ def live_consumers(run: Executor) -> dict[str, int]:
 
 def overview(run: Executor, summary: Summary) -> Overview:
     """Return the overview, which needs the summary and two small statements."""
-    broker_id, incarnation, change, leader, tick, tick_seconds, processes = run.one(_BROKER)
+    now, (version, processes) = leadership(run), run.one(_PROCESSES)
     consumers = live_consumers(run)
     counted_by = summary.leader
-    is_of_leader = counted_by is not None and counted_by.owner == leader
+    is_of_leader = counted_by is not None and counted_by.owner == now.leader
     places: dict[str, list[GroupProgress]] = {}
     for place in summary.groups:
         places.setdefault(place.group, []).append(place)
@@ -690,7 +569,7 @@ def overview(run: Executor, summary: Summary) -> Overview:
         topics = [place for place in of_group if not place.is_retry]
         oldest = min((place.oldest_at for place in topics if place.oldest_at is not None), default=None)
         groups.append(
-            GroupOverview(
+            Row(
                 name=rest.group,
                 topics=len(topics),
                 consumers=consumers.get(rest.group, 0),
@@ -708,18 +587,18 @@ def overview(run: Executor, summary: Summary) -> Overview:
             )
         )
     return Overview(
-        broker_id,
-        incarnation,
-        change,
-        leader,
-        tick,
-        tick_seconds,
+        now.broker_id,
+        now.incarnation,
+        version,
+        now.leader,
+        now.tick_id,
+        now.tick_seconds,
         summary.age_seconds,
         summary.topics,
         groups,
         processes,
         leading=counted_by if is_of_leader else None,
-        is_current=leader is not None
+        is_current=now.leader is not None
         and (counted_by is None or (is_of_leader and counted_by.counts >= _COUNTS_UNTIL_CURRENT)),
     )
 
@@ -746,9 +625,9 @@ def run_once(database: BrokerDatabase, leader: LeadingProcess | None = None) -> 
         return summary.took_seconds
 
 
-def lags_of(summary: Summary) -> list[GroupLag]:
+def lags_of(summary: Summary) -> topic_limits.Lags:
     """Return the lag of each group on each of its topics, without retries."""
-    return [GroupLag(one.topic, one.group, one.lag) for one in summary.groups if not one.is_retry]
+    return [(one.topic, one.group, one.lag) for one in summary.groups if not one.is_retry]
 
 
 def summaries(database: BrokerDatabase, owner: UUID, *, every_seconds: float) -> BackgroundLoop:

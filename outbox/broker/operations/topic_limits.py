@@ -19,15 +19,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 
 # Shares of the limit: from the first one on, the condition `topic_near_limit` holds. Below the second one, an exceeded
 # limit is over.
 NEAR: Final = 0.8
 ENDS_BELOW: Final = 0.9
+
+# Topic, group, and the number of messages of the topic that the group has not handled yet.
+Lags = Sequence[tuple[str, str, int]]
 
 # The bytes of a message in all tables and indexes, besides its body, headers and key.
 _FIXED_BYTES: Final = 480
@@ -59,26 +62,6 @@ ORDER BY name
 """)
 
 _MARK: Final = Statement("UPDATE {schema}.topic SET over_limit = %(mark)s::text::jsonb WHERE name = %(topic)s")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLag:
-    """How many messages of a topic a group has not handled yet."""
-
-    topic: str
-    group: str
-    lag: int
-
-
-@dataclass(frozen=True, slots=True)
-class _LimitedTopic:
-    topic: str
-    backlog_limit: int | None
-    space_limit_bytes: int | None
-    on_limit: str
-    mark: dict[str, Any] | None
-    uncounted: int | None
-    bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +99,12 @@ class LimitUse:
         )
 
 
-def limit_uses(run: Executor, lags: Sequence[GroupLag]) -> list[LimitUse]:
-    """Return the most used limit of each topic that has limits."""
+def limit_uses(run: Executor, lags: Lags) -> list[LimitUse]:
+    """Return the most used limit of each topic that has limits. `lags`: the lag of each group on each topic."""
     return [max(found, key=lambda use: (use.is_over, use.share)) for _, found in _by_topic(run, lags) if found]
 
 
-def mark_topics(run: Executor, lags: Sequence[GroupLag]) -> int:
+def mark_topics(run: Executor, lags: Lags) -> int:
     """Store in the rows of the topics which limits are exceeded, and return the number of changed rows.
 
     `lags`: the lag of each group on each of its topics.
@@ -138,23 +121,24 @@ def mark_topics(run: Executor, lags: Sequence[GroupLag]) -> int:
     return changed
 
 
-def _by_topic(run: Executor, lags: Sequence[GroupLag]) -> Iterator[tuple[_LimitedTopic, list[LimitUse]]]:
-    for topic in run.objects(_LimitedTopic, _LIMITED):
+def _by_topic(run: Executor, lags: Lags) -> Iterator[tuple[Row, list[LimitUse]]]:
+    for topic in run.objects(Row, _LIMITED):
         yield topic, list(_of_topic(topic, lags))
 
 
-def _of_topic(topic: _LimitedTopic, lags: Sequence[GroupLag]) -> Iterator[LimitUse]:
+def _of_topic(topic: Row, lags: Lags) -> Iterator[LimitUse]:
     if topic.backlog_limit is not None:
-        behind = max((one for one in lags if one.topic == topic.topic), key=lambda one: one.lag, default=None)
-        if behind is not None:
-            yield _use(topic, "backlog", behind.group, behind.lag, topic.backlog_limit)
+        behind = [(messages, group) for name, group, messages in lags if name == topic.topic]
+        if behind:
+            messages, group = max(behind)
+            yield _use(topic, "backlog", group, messages, topic.backlog_limit)
         if topic.uncounted:
             yield _use(topic, "uncounted", "", topic.uncounted, topic.backlog_limit)
     if topic.space_limit_bytes is not None and topic.bytes is not None:
         yield _use(topic, "space", "", topic.bytes, topic.space_limit_bytes)
 
 
-def _use(topic: _LimitedTopic, measure: str, group: str, value: int, limit: int) -> LimitUse:
+def _use(topic: Row, measure: str, group: str, value: int, limit: int) -> LimitUse:
     was_over = topic.mark is not None and topic.mark.get("measure") == measure
     is_over = value > limit or (was_over and value >= ENDS_BELOW * limit)
     return LimitUse(topic.topic, measure, group, value, limit, topic.on_limit, is_over)

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold, fact_of
+from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Shown, Threshold, fact_of
 from outbox.broker.operations.state import BrokerState
 from outbox.subscription import Subscription
 
@@ -117,6 +117,7 @@ BLOCKED_KEY_SECONDS: Final = Threshold(
     "waiting messages follow in order. `outbox_group unblock` lets them pass.",
     concern=Concern.WAITING,
     thresholds=(BLOCKED_KEY_SECONDS,),
+    shown=Shown(listed=BY_ERROR),
 )
 def blocked_key(state: BrokerState) -> Iterator[Judged]:
     for one in state.once(list_blocked_keys):

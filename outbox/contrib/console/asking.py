@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -64,18 +63,6 @@ def value(given: Mapping[str, str], name: str, kind: FieldKind) -> Any:
         return None if found is None else parsed(kind, found, zone=timezone.get_current_timezone())
     except ValueError as error:
         raise UsageError(f"{name}: {error}.") from None
-
-
-def number(given: Mapping[str, str], name: str) -> int | None:
-    """A parameter that is a whole number, at least 0. Raises UsageError."""
-    found: int | None = value(given, name, FieldKind.NUMBER)
-    return found
-
-
-def moment(given: Mapping[str, str], name: str) -> datetime | None:
-    """The value of a time parameter. Raises UsageError."""
-    found: datetime | None = value(given, name, FieldKind.TIME)
-    return found
 
 
 def as_uuid(value: str) -> UUID | None:

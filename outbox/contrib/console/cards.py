@@ -9,86 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any
 from urllib.parse import urlencode
 
 from django.urls import reverse
+from django.utils.html import format_html
 
-from outbox.broker.operations.conditions import Condition, Fact, Severity, duration
+from outbox.broker.operations.conditions import (
+    OF_GROUP,
+    Condition,
+    DeclaredCondition,
+    Fact,
+    Place,
+    Severity,
+    Shown,
+    duration,
+)
 from outbox.broker.operations.summary import Overview
 from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.django.actions.cells import readable, retried_topic, words
 from outbox.contrib.django.actions.listing import Button
+from outbox.contrib.django.operations.known_conditions import catalogue
 
-# The page for a condition: its URL name, its parameters, and the text of the link.
-_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "unanswered": ("undecided", "", "Undecided transactions"),
-    "check_back_late": ("undecided", "", "Undecided transactions"),
-    "parked": ("undecided", "parked=yes", "Parked transactions"),
-    "dead_letters": ("dead_letters", "", "Dead letters by error"),
-    "retry_storm": ("waiting", "retrying=yes", "Messages that are retried"),
-    "lag": ("groups", "state=behind", "Groups that are behind"),
-    "blocked_queue": ("groups", "state=failing", "Groups with a failing queue"),
-    "stopped_queue": ("groups", "state=stopped", "Groups with a stopped queue"),
-    "group_paused": ("groups", "state=paused", "Paused groups"),
-    "no_worker": ("groups", "state=unattended", "Groups without a worker"),
-    "schedule_late": ("schedules", "", "Schedules"),
-    "endpoint_disabled": ("endpoints", "", "Endpoints"),
-    "reconciliation_findings": ("findings", "", "Findings"),
-    **dict.fromkeys(("retention_behind", "topic_near_limit", "topic_over_limit"), ("topics", "", "Topics")),
-    **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped"),
-                    ("incidents", "", "Incidents")),
-    **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "quarantined"),
-                    ("workers", "", "Workers")),
-    **dict.fromkeys(("no_sequencer", "part_missing", "ticks_late", "summary_late", "connections_refused"),
-                    ("workers", "", "Workers")),
-    "outage": ("groups", "", "Groups"),
-    "limit_binding": ("groups", "state=limited", "Groups that wait for a limit"),
-    **dict.fromkeys(("blocked_key", "saga_stalled"), ("dead_letters", "", "Dead letters by error")),
-}  # fmt: skip
-
-# The evidence of a lag that waits for a limit of the group itself is settled like this.
-_LIMITED: Final = "limit of the group"
-
-# A part of a page that settles a fact: the URL name, the parameters with the names of their facts, the place on the
-# page, and the text of the link.
-_SETTLED_ON: Final[Mapping[str, tuple[str, Mapping[str, str], str, str]]] = {
-    "limit_binding": ("group", {"name": "group", "topic": "topic"}, "limits", "Change the limits …"),
-    "lag": ("group", {"name": "group", "topic": "topic"}, "queues", "Its queues"),
-    _LIMITED: ("group", {"name": "group", "topic": "topic"}, "limits", "Change the limits …"),
-    "lost_effects": ("group", {"name": "group", "topic": "topic"}, "reset", "Reset …"),
-    "unanswered": ("undecided", {"group": "producer_group"}, "", "Its transactions"),
-    "dead_letters": ("dead_letters", {"group": "group"}, "", "Its errors"),
-}
-
-# The facts of a condition that the fields of an action need: for each action, the name of a fact by the name of a
-# field. A value that begins with "=" is constant.
-_RemedyRow = tuple[str, str, str, Mapping[str, str]]
-_RESUME: Final[_RemedyRow] = ("resume", "Resume {group} …", "good", {"group": "group"})
-_PAUSE: Final[_RemedyRow] = ("pause", "Pause {group} …", "plain", {"group": "group"})
-_SKIP: Final[_RemedyRow] = (
-    "skip", "Skip this message …", "bad", {"group": "group", "topic": "topic", "id": "message"},
-)  # fmt: skip
-_REMEDIES: Final[Mapping[str, Sequence[_RemedyRow]]] = {
-    "parked": (
-        ("ask", "Ask again …", "plain", {"ids": "transaction"}),
-        ("decide", "Commit …", "good", {"id": "transaction", "decision": "=commit"}),
-        ("decide", "Roll back …", "bad", {"id": "transaction", "decision": "=rollback"}),
-    ),
-    "dead_letters": (("replay", "Replay these …", "good", {"group": "group", "all": "=yes"}),),
-    "stopped_queue": (_RESUME,),
-    "group_paused": (_RESUME,),
-    "blocked_queue": (_SKIP, _PAUSE),
-    "retry_storm": (_PAUSE,),
-    "outage": (_PAUSE,),
-    "quarantined": (_PAUSE,),
-    "hung_handlers": (_PAUSE,),
-    "endpoint_disabled": (("enable_endpoint", "Enable {group} …", "good", {"group": "group"}),),
-    "rejecting": (("accept", "Accept messages again …", "good", {}),),
-    "schedule_late": (
-        ("run_schedule", "Run now …", "plain", {"schedule": "schedule", "producer_group": "producer_group"}),
-    ),
-}
+Catalogue = Mapping[str, DeclaredCondition[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +81,31 @@ class Tile:
 def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[ConditionCard]:
     """The cards of the conditions, the worst first. With `group`, only evidence about this consumer group.
 
-    Among those of one severity, a lag comes last: another condition may be its cause.
+    Among those of one severity, a condition that may be a symptom comes last.
     """
+    declared = catalogue()
     found = []
-    for one in sorted(conditions, key=lambda one: (-one.severity, one.name == "lag")):
+    for one in sorted(conditions, key=lambda one: (-one.severity, _shown(declared, one.name).may_be_symptom)):
         facts = [fact for fact in one.evidence if group is None or fact.get("group") == group]
         if facts or group is None:
-            found.append(_card(one, facts, count=len(facts) if group else one.count))
+            found.append(_card(one, facts, declared, count=len(facts) if group else one.count))
     return found
 
 
-def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> ConditionCard:
-    page, query, link = _PLACES.get(condition.name, ("", "", ""))
-    url = f"{reverse(f'outbox:{page}')}?{query}".rstrip("?") if page else ""
+def _shown(declared: Catalogue, name: str) -> Shown:
+    return declared[name].shown if name in declared else Shown()
+
+
+def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> ConditionCard:
+    shown = _shown(declared, condition.name)
+    url, link = _link(shown.listed, {})
     # Several facts may have the same remedy, for example the stopped queues of one group.
     offered: list[Button] = []
     evidence = []
     for fact in facts:
-        remedies = [remedy for remedy in _remedies(condition.name, fact) if remedy not in offered]
+        remedies = [remedy for remedy in _remedies(shown, fact) if remedy not in offered]
         offered += remedies
-        evidence.append(Evidence(list(_items(fact)), remedies, *_settled_on(_settled_as(condition.name, fact), fact)))
+        evidence.append(Evidence(list(_items(fact, declared)), remedies, *_link(_settled(shown, fact, declared), fact)))
     return ConditionCard(
         condition=replace(condition, evidence=facts, count=count),
         severity=condition.severity.name.lower(),
@@ -167,44 +115,55 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
     )
 
 
-def _settled_as(name: str, fact: Fact) -> str:
-    return _LIMITED if name == "lag" and fact.get("waiting_for") else name
+def _settled(shown: Shown, fact: Fact, declared: Catalogue) -> Place | None:
+    """Where a fact is settled. The condition that names one of its facts as its own comes first."""
+    own = (one.shown.settled for one in declared.values() if one.shown.settles and fact.get(one.shown.settles))
+    return next(own, shown.settled)
 
 
-def _settled_on(name: str, fact: Fact) -> tuple[str, str]:
-    if name not in _SETTLED_ON:
+def _link(place: Place | None, fact: Fact) -> tuple[str, str]:
+    """The address of a place with the values of a fact, and the text of the link; both '' if a value is missing."""
+    given = {} if place is None else _filled(place.query, fact)
+    if place is None or not all(given.values()):
         return "", ""
-    page, parameters, place, link = _SETTLED_ON[name]
-    given = {parameter: retried_topic(str(fact.get(source) or "")) for parameter, source in parameters.items()}
-    if not all(given.values()):
-        return "", ""
-    return f"{reverse(f'outbox:{page}')}?{urlencode(given)}{'#' if place else ''}{place}", link
+    query = f"?{urlencode(given)}" if given else ""
+    return f"{reverse(f'outbox:{place.page}')}{query}{'#' if place.section else ''}{place.section}", place.link
 
 
-def _remedies(name: str, fact: Fact) -> Iterator[Button]:
-    for action, label, tone, fields in _REMEDIES.get(name, ()):
-        given = {
-            field: source[1:] if source[0] == "=" else str(fact.get(source) or "") for field, source in fields.items()
-        }
+def place_link(value: object, place: Place | None, fact: Fact) -> object:
+    """A value with a link to a place; the value if there is no place."""
+    address, _ = _link(place, fact)
+    return format_html('<a href="{}">{}</a>', address, value) if address else value
+
+
+def _filled(fields: Mapping[str, str], fact: Fact) -> dict[str, str]:
+    return {
+        name: source[1:] if source.startswith("=") else retried_topic(str(fact.get(source) or ""))
+        for name, source in fields.items()
+    }
+
+
+def _remedies(shown: Shown, fact: Fact) -> Iterator[Button]:
+    for one in shown.remedies:
+        given = _filled(one.fields, fact)
         if all(given.values()):
-            yield Button(action, label.format(**given), tone, given)
+            yield Button(one.action, one.label.format(**given), one.tone, given)
 
 
-def _items(fact: Fact) -> Iterator[EvidenceItem]:
+def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
     for name, value in fact.items():
         if value in (None, ""):
             continue
         shown = duration(value) if name.endswith("seconds") and isinstance(value, (int, float)) else readable(value)
         label = "time" if name == "seconds" else words(name.removesuffix("_seconds"))
-        yield EvidenceItem(label, shown, _url(name, str(value), fact))
+        yield EvidenceItem(label, shown, _url(name, str(value), fact, declared))
 
 
-def _url(name: str, value: str, fact: Fact) -> str:
+def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
     if name == "group" and fact.get("topic"):
-        # The page of the group then has the queues of this topic, and the form to change its limits.
-        place = "#limits" if "waiting_for" in fact else ""
-        topic = retried_topic(str(fact["topic"]))
-        return f"{reverse('outbox:group')}?{urlencode({'name': value, 'topic': topic})}{place}"
+        # The page of the group then has the queues of this topic, and the form that settles the fact.
+        settled = _settled(Shown(), fact, declared)
+        return _link(Place("group", "", OF_GROUP, settled.section if settled else ""), fact)[0]
     if name in ("group", "topic"):
         value = retried_topic(value)
         return f"{reverse(f'outbox:{name}')}?{urlencode({'name': value})}"
@@ -227,6 +186,10 @@ def aged(tile: Tile, broker: Overview) -> Tile:
     return replace(tile, detail=detail, tone="unknown" if tile.tone == "ok" or tile.value == 0 else tile.tone)
 
 
-def tone_of(conditions: Iterable[Condition], *names: str) -> str:
-    """The worst severity of the conditions with one of these names: ok, warning or critical."""
-    return max((one.severity for one in conditions if one.name in names), default=Severity.OK).name.lower()
+def tone_of(conditions: Iterable[Condition], figure: str) -> str:
+    """The worst severity of the conditions that colour a figure of the overview: ok, warning or critical."""
+    declared = catalogue()
+    worst = max(
+        (one.severity for one in conditions if _shown(declared, one.name).figure == figure), default=Severity.OK
+    )
+    return worst.name.lower()

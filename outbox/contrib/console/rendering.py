@@ -12,9 +12,9 @@ from django.http import HttpRequest, HttpResponse
 from django.template import loader
 from django.urls import reverse
 
-from outbox.contrib.console.asking import number
+from outbox.contrib.console.asking import value
 from outbox.contrib.console.signs import CHECK_SECONDS, Signs, read_signs
-from outbox.contrib.django.actions.declaration import ACT
+from outbox.contrib.django.actions.declaration import ACT, FieldKind
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.views import SEE, may
 
@@ -95,7 +95,7 @@ def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapp
 
 def sliced(request: HttpRequest, rows: Sequence[Row]) -> Page[Row]:
     """One page of a list that is completely in memory."""
-    begin = number(request.GET, "after") or 0
+    begin = value(request.GET, "after", FieldKind.NUMBER) or 0
     return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
 
 

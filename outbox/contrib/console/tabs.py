@@ -12,6 +12,7 @@ from django.urls import reverse
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
+from outbox.broker.operations.liveness import leadership
 from outbox.contrib.console.asking import text
 from outbox.contrib.django.actions.listing import States
 
@@ -32,7 +33,7 @@ def state_tabs(run: Executor, group: str | None = None) -> list[StateTab]:
     The counts come from the newest stored summary, so that a list never waits for a count. Without a leader there are
     no counts, because they would not agree with the list.
     """
-    counted = summary.stored(run) if summary.leadership(run).leads else None
+    counted = summary.stored(run) if leadership(run).leader else None
     rests = [one for one in counted.rests if group in (None, one.group)] if counted else []
     producers = counted.producers if counted else []
 

@@ -18,7 +18,7 @@ from django.db import connections, router, transaction
 from django.db.models import F, QuerySet
 from django.db.models.functions import Now
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Severity, Shown
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.forwarding.models import ForwardEndpoint
@@ -70,6 +70,11 @@ CONDITIONS: Final = Declarations[BrokerState]()
     next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its "
     "entry from FORWARD, then run `outbox_group delete GROUP`.",
     concern=Concern.WITHIN_DAYS,
+    shown=Shown(
+        listed=Place("endpoints", "Endpoints", {"state": "=disabled"}),
+        mark="endpoint disabled",
+        remedies=(Remedy("enable_endpoint", "Enable {group} …", "good", {"group": "group"}),),
+    ),
 )
 def endpoint_disabled(state: BrokerState) -> Iterator[Judged]:
     """A project without FORWARD needs no query."""

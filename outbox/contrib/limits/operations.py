@@ -13,7 +13,17 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Concern, Declarations, Fact, Judged, Threshold, fact_of
+from outbox.broker.operations.conditions import (
+    OF_GROUP,
+    Concern,
+    Declarations,
+    Fact,
+    Judged,
+    Place,
+    Shown,
+    Threshold,
+    fact_of,
+)
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.limits.declaration import Limits
 from outbox.errors import ConfigurationError, UsageError
@@ -134,6 +144,11 @@ LIMIT_SECONDS: Final = Threshold(
     next_step="If the service behind the handler allows it, raise the limit with `outbox_group limits`.",
     concern=Concern.PASSING,
     thresholds=(LIMIT_SECONDS,),
+    shown=Shown(
+        listed=Place("groups", "Groups that wait for a limit", {"state": "=limited"}),
+        settled=Place("group", "Change the limits …", OF_GROUP, "limits"),
+        settles="waiting_for",
+    ),
 )
 def limit_binding(state: BrokerState) -> Iterator[Judged]:
     for one in state.once(list_limits):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from outbox.contrib.django.actions.audit import recorded_command
 from outbox.contrib.reconciliation.plan import RepairAction, RepairPlan, RepairStep
@@ -16,64 +15,45 @@ from outbox.errors import UsageError
 from outbox.utils.faults import point
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyLimits:
-    """The limits of one run.
-
-    A run does at most `most` steps that have an effect, and verifies at most `per_second` steps per second.
-    """
-
-    most: int
-    per_second: float
-
-
-class RateLimiter:
-    """Spreads calls evenly over time.
-
-    The method `turn` waits until the next call may start. Tests pass their own `clock` and `wait`.
-    """
-
-    def __init__(
-        self,
-        per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._every, self._clock, self._wait = 1 / per_second, clock, wait
-        self._next = clock()
-
-    def turn(self) -> None:
-        """Wait until the next call may start. After a pause of the caller, calls do not start faster to catch up."""
-        pause = self._next - self._clock()
-        if pause > 0:
-            self._wait(pause)
-        self._next = max(self._next, self._clock()) + self._every
+def turns(
+    per_second: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Iterator[None]:
+    """Yield when the next call may start. After a pause of the caller, calls do not start faster to catch up."""
+    following = clock()
+    while True:
+        if (pause := following - clock()) > 0:
+            wait(pause)
+        following = max(following, clock()) + 1 / per_second
+        yield
 
 
 def apply(
     plan: RepairPlan,
     config: PublishSources,
-    limits: ApplyLimits,
     *,
+    most: int,
+    per_second: float,
     reason: str | None,
-    pace: RateLimiter | None = None,
 ) -> Iterator[tuple[RepairStep, Result]]:
     """Yield each step with its result as soon as the step has ended.
 
-    Without a `reason`, the function only verifies steps. If the broker or a database cannot be reached, raises the
-    error of the connection. Even then, the audit contains all steps that were done before the error.
+    At most `most` steps have an effect, and at most `per_second` steps are verified in a second. Without a `reason`,
+    the function only verifies steps. If the broker or a database cannot be reached, raises the error of the connection.
+    Even then, the audit contains all steps that were done before the error.
     """
-    pace = pace or RateLimiter(limits.per_second)
+    pace = turns(per_second)
     acted = 0
     for step in plan.steps:
         if step.action is RepairAction.REPORT:
             yield step, run_step(step, config, dry_run=True)
             continue
-        if acted >= limits.most:
-            yield step, Result(StepOutcome.LEFT, f"--most {limits.most} was reached")
+        if acted >= most:
+            yield step, Result(StepOutcome.LEFT, f"--most {most} was reached")
             continue
-        pace.turn()
+        next(pace)
         result = run_step(step, config, dry_run=True)
         if reason is not None and result.outcome is StepOutcome.WOULD_BE_DONE:
             result = _done(plan, step, config, result, reason)

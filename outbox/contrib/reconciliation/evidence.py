@@ -90,7 +90,7 @@ def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> l
 
 def messages_of(source: RuleSource, step: RepairStep, row_at: datetime) -> list[BrokerMessage]:
     """Return the rule's messages in the broker that have the key of `step`."""
-    statement = _OF_KEY.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    statement = _of_rule(_OF_KEY, source)
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     return [BrokerMessage(*row) for row in _rows(statement, "message_v1", values)]
 
@@ -109,7 +109,7 @@ def message_naming(
     message's key exists, and if no other message has that key (or the rule allows several messages per row). Raises
     UsageError if too many bodies contain the key's text.
     """
-    statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    statement = _of_rule(_NAMING, source)
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     found = _rows(statement, "message_v1", {**values, "texts": _written(step.key), "most": MOST_NAMING})
     naming = [row for row in found if _names(bytes(row[4]), row[3], step.key)]
@@ -140,7 +140,7 @@ def message_under_former_key(
     document = _document(made.body, made.content_type)
     if document is None:
         return None
-    statement = _LIKE.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    statement = _of_rule(_LIKE, source)
     about = {"topic": source.topic, "tag": source.tag, "key": step.key, "content_type": made.content_type}
     times = {"since": row_at - _BEFORE_ROW, "until": row_at + _BEFORE_ROW}
     found = _rows(statement, "message_v1", {**about, **times, "size": len(made.body), "most": MOST_NAMING})
@@ -163,7 +163,7 @@ def message_under_former_key(
 
 def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
     """Return those of `keys` that have more than one message."""
-    statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    statement = _of_rule(_COUNTED, source)
     return {row[0] for row in _rows(statement, "message_v1", {**values, "keys": list(set(keys))})} if keys else set()
 
 
@@ -257,6 +257,11 @@ def dead_since(group: str, message_id: UUID) -> datetime | None:
     """
     rows = _rows(_DEAD, "dead_letter_v1", {"group": group, "message_id": message_id})
     return rows[0][0] if rows else None
+
+
+def _of_rule(statement: str, source: RuleSource) -> str:
+    """Return the statement with the condition of the rule; its braces are no placeholders."""
+    return statement.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
 
 
 def _and(condition: str | None) -> str:

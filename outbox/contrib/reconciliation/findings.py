@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from django.db import models, router, transaction
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Severity, Shown
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.settings.conf import for_column
 from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
@@ -93,6 +93,7 @@ def _storable(step: Mapping[str, Any] | None) -> Any:
     next_step="The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the "
     "findings, then run the reconciliation again: the condition ends with the next saved result.",
     concern=Concern.LOSS,
+    shown=Shown(listed=Place("findings", "Findings")),
 )
 def reconciliation_findings(state: BrokerState) -> Iterator[Judged]:
     """The query reads one row for each output folder."""

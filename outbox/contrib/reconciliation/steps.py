@@ -21,7 +21,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.actions.declaration import ActionPlan
-from outbox.contrib.django.actions.messages import replay_dead_letters
+from outbox.contrib.django.actions.messages import settle_letters
 from outbox.contrib.django.actions.transactions import decide
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.publish import lock_keys
@@ -330,7 +330,8 @@ def _replay(step: RepairStep, dry_run: bool) -> Result:
     what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
-    replay_dead_letters(step.group, LetterSelection(message_ids=[step.message_id]), limit=1, dry_run=False)
+    only = LetterSelection(message_ids=[step.message_id])
+    settle_letters(step.group, only, replay=True, limit=1, dry_run=False)
     point("repair.after_effect")
     return Result(StepOutcome.DONE, "the broker delivers the message again", before, {"dead_at": None})
 

@@ -41,7 +41,7 @@ from django.utils import timezone
 
 from outbox import Delivery, names
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Severity, Shown
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
@@ -398,6 +398,7 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
     "publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
     subject=("saga",),
+    shown=Shown(listed=BY_ERROR, figure="Dead letters"),
 )
 def saga_stalled(state: BrokerState) -> Iterator[Judged]:
     """The query reads a limited number of rows by an index."""

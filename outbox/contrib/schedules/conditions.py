@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Shown, Threshold
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.schedules import schedule
 from outbox.contrib.schedules.schedule import clock, list_schedules
@@ -22,6 +22,12 @@ SCHEDULE_LATE_SECONDS: Final = Threshold(
     "no error, check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
     concern=Concern.WAITING,
     thresholds=(SCHEDULE_LATE_SECONDS,),
+    shown=Shown(
+        listed=Place("schedules", "Schedules"),
+        remedies=(
+            Remedy("run_schedule", "Run now …", "plain", {"schedule": "schedule", "producer_group": "producer_group"}),
+        ),
+    ),
 )
 def schedule_late(state: BrokerState) -> Iterator[Judged]:
     now = schedule.clock(state.run)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts, RetentionSettings
-from outbox.broker.operations.audit import GroupTotals, count_messages
+from outbox.broker.operations.audit import count_messages
 from outbox.errors import PermanentError
 from outbox.message import Delivery, Message
 from outbox.subscription import Subscription
@@ -47,7 +47,7 @@ def consume(bench: ConsumptionBench, group: str = "g", topic: str = "orders", *,
     return handled
 
 
-def group_of(bench: ConsumptionBench, name: str = "g") -> GroupTotals:
+def group_of(bench: ConsumptionBench, name: str = "g") -> Row:
     """A group's numbers, which must add up."""
     counted = count_messages(bench.run)
     assert counted.differences() == []

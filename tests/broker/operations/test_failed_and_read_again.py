@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from outbox.broker.database.executor import Row
 from outbox.broker.operations import changes, dead_letters
-from outbox.broker.operations.audit import GroupTotals
 from outbox.errors import PermanentError
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
@@ -87,7 +87,7 @@ class Claimed:
         self.handler = Failing(error)
         self.subscription = Subscription(group="g", topic="orders", retry=IN_AN_HOUR, effects=Effects.OUTSIDE)
 
-    def run(self, calls: int) -> GroupTotals:
+    def run(self, calls: int) -> Row:
         """Run a process until the handler has been called `calls` times in all."""
         with self.bench.sequencing(), self.bench.running((self.subscription, self.handler), claim=Claims()):
             eventually(lambda: self.handler.calls >= calls and self.bench.lag("g") == 0)

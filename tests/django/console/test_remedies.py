@@ -61,26 +61,27 @@ def forms(html: str, action: str) -> list[dict[str, str]]:
 
 
 def test_each_remedy_is_an_action_with_its_fields() -> None:
-    for condition, rows in cards._REMEDIES.items():
-        assert condition in catalogue()
-        for action, _, tone, fields in rows:
-            declared = {field.name: field for field in ACTIONS[action].fields}
-            assert ACTIONS[action].permission is not None and tone in ("good", "bad", "plain")
-            assert set(fields) <= set(declared)
-            assert {name for name, field in declared.items() if field.required} <= set(fields)
+    for condition in catalogue().values():
+        for one in condition.shown.remedies:
+            declared = {field.name: field for field in ACTIONS[one.action].fields}
+            assert ACTIONS[one.action].permission is not None and one.tone in ("good", "bad", "plain")
+            assert set(one.fields) <= set(declared)
+            assert {name for name, field in declared.items() if field.required} <= set(one.fields)
 
 
 @pytest.mark.whole
 def test_each_condition_has_its_list_or_none() -> None:
-    """A new condition gets an entry in `_PLACES` of the cards, or is named here."""
-    assert sorted([*cards._PLACES, *WITHOUT_A_LIST]) == sorted(catalogue())
+    """A new condition declares the list that it is `Shown` in, or is named here."""
+    assert sorted(WITHOUT_A_LIST) == sorted(name for name, one in catalogue().items() if one.shown.listed is None)
 
 
 @pytest.mark.whole
 def test_the_documents_name_each_condition_with_a_button_or_a_form() -> None:
     table = (DOCS / "operations" / "page.md").read_text(encoding="utf-8").partition("\n| condition | buttons |\n")[2]
     named = re.findall(r"`(\w+)`", table.partition("\n\n")[0])
-    assert sorted(named) == sorted([*cards._REMEDIES, "limit_binding", "lost_effects"])
+    assert sorted(named) == sorted(
+        [*(name for name, one in catalogue().items() if one.shown.remedies), "limit_binding", "lost_effects"]
+    )
 
 
 def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:

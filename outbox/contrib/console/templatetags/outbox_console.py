@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -31,8 +31,9 @@ for shown in (
 @register.filter
 def marked(text: str) -> SafeString:
     """Return a sentence as HTML, with the parts between backticks as <code>."""
+    parts = enumerate(text.split("`"))
     return format_html_join(
-        "", "{}", ((format_html("<code>{}</code>", part) if odd else part,) for odd, part in _alternating(text))
+        "", "{}", ((format_html("<code>{}</code>", part) if number % 2 else part,) for number, part in parts)
     )
 
 
@@ -46,10 +47,6 @@ def in_table(key: str, values: Mapping[str, object]) -> object:
 def as_id(text: str | None) -> UUID | None:
     """Return the id that a text holds; None if it holds none."""
     return as_uuid(text) if text else None
-
-
-def _alternating(text: str) -> Iterator[tuple[bool, str]]:
-    yield from ((bool(number % 2), part) for number, part in enumerate(text.split("`")))
 
 
 @register.simple_tag

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from django.http import HttpRequest, HttpResponse
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.broker_conditions import waits
@@ -16,10 +15,10 @@ from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_errors, list_processes
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.state import BrokerState
-from outbox.broker.operations.summary import GroupOverview, Summary
+from outbox.broker.operations.summary import Summary
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, reading, required, text
-from outbox.contrib.console.cards import cards
+from outbox.contrib.console.cards import cards, place_link
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
 from outbox.contrib.django.actions.cells import badge, group_link, html, link, span, topic_link, words
@@ -34,75 +33,72 @@ _CONSUMERS: Final = 50
 _ERRORS: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """A row of the list of groups. `waits_for`: what its messages wait for, as a part says; '' if they do not wait."""
-
-    group: GroupOverview
-    is_disabled: bool
-    waits_for: str
-
-
-def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
+def _read_groups(run: Executor, asked: Asked) -> list[Row]:
     counted = summary.read(run)
     found = summary.overview(run, counted).groups
     with asked.application():
         rows = _rows(run, counted, [one for one in found if (asked["q"] or "") in one.name])
     if asked["state"] == "behind":
         # Otherwise the order is by name, so that a refresh moves no row under the pointer.
-        rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
+        rows.sort(key=lambda row: (-(row.oldest_seconds or 0.0), row.name))
     return rows
 
 
-def _rows(run: Executor, counted: Summary, groups: Sequence[GroupOverview]) -> list[GroupRow]:
+def _rows(run: Executor, counted: Summary, groups: Sequence[Row]) -> list[Row]:
+    """The rows of the list. `waits_for`: what the messages of a group wait for, as a part says; '' if they do not."""
     waiting: dict[str, set[str]] = {}
     for (group, _), fact in waits(run).items():
         waiting.setdefault(group, set()).add(str(fact["waiting_for"]))
-    disabled = _disabled(BrokerState(run, counted))
-    return [GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ())))) for one in groups]
+    marks = _marks(BrokerState(run, counted))
+    return [
+        Row(**vars(one), marks=marks.get(one.name, []), waits_for=", ".join(sorted(waiting.get(one.name, ()))))
+        for one in groups
+    ]
 
 
-def _disabled(state: BrokerState) -> set[object]:
-    """The groups whose endpoint is disabled. A part has the condition that names them."""
-    declared = application_conditions().get("endpoint_disabled")
-    found = declared.rule(state) if declared and declared.rule else ()
-    return {fact["group"] for _, fact in (found.judged if isinstance(found, Counted) else found)}
+def _marks(state: BrokerState) -> dict[object, list[object]]:
+    """The badges of groups that a condition of a part names, each with a link to its list."""
+    marks: dict[object, list[object]] = {}
+    for declared in application_conditions().values():
+        if declared.shown.mark and declared.rule:
+            found = declared.rule(state)
+            for _, fact in found.judged if isinstance(found, Counted) else found:
+                mark = badge(declared.shown.mark, "bad")
+                marks.setdefault(fact["group"], []).append(place_link(mark, declared.shown.listed, fact))
+    return marks
 
 
 def _counted(run: Executor, asked: Asked, rows: Sequence[object]) -> Mapping[str, object]:
     return {"counted_seconds_ago": summary.read(run).age_seconds}
 
 
-def _state(row: GroupRow) -> list[object]:
-    one = row.group
+def _state(row: Row) -> list[object]:
     said: list[object] = []
-    if one.paused:
+    if row.paused:
         said.append(badge("paused", "warn"))
-    if row.is_disabled:
-        said.append(link(badge("endpoint disabled", "bad"), "endpoints", state="disabled"))
+    said += row.marks
     if row.waits_for:
         said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
     said += [
-        badge(f"{count} {word}", "bad") for count, word in ((one.blocked, "blocked"), (one.stopped, "stopped")) if count
+        badge(f"{count} {word}", "bad") for count, word in ((row.blocked, "blocked"), (row.stopped, "stopped")) if count
     ]
-    if not one.consumers and one.topics:
+    if not row.consumers and row.topics:
         said.append(badge("no workers", "bad"))
-    return [*(said or [badge("running")]), *([badge("broadcast")] if one.broadcast else [])]
+    return [*(said or [badge("running")]), *([badge("broadcast")] if row.broadcast else [])]
 
 
-def _switch(row: GroupRow) -> Button:
-    one = row.group
-    if one.paused or one.stopped:
-        return Button("resume", "Resume …", "good", {"group": one.name})
-    return Button("pause", "Pause …", fields={"group": one.name})
+def _switch(row: Row) -> Button:
+    if row.paused or row.stopped:
+        return Button("resume", "Resume …", "good", {"group": row.name})
+    return Button("pause", "Pause …", fields={"group": row.name})
 
 
-def _linked(page: str, name: str, **query: str) -> Callable[[GroupRow], object]:
+def _linked(page: str, name: str, **query: str) -> Callable[[Row], object]:
     """A count with a link to the list of what it counts; a zero has no link."""
 
-    def cell(row: GroupRow) -> object:
-        count = getattr(row.group, name)
-        return link(count, page, **query, group=row.group.name) if count else 0
+    def cell(row: Row) -> object:
+        count = getattr(row, name)
+        return link(count, page, **query, group=row.name) if count else 0
 
     return cell
 
@@ -110,26 +106,26 @@ def _linked(page: str, name: str, **query: str) -> Callable[[GroupRow], object]:
 # The states by which the list of groups can be filtered: the label and the condition of each state.
 _STATES: Final[States] = {
     "": ("All", lambda row: True),
-    "behind": ("Behind", lambda row: row.group.lag > 0),
-    "failing": ("Failing", lambda row: row.group.blocked > 0 or row.group.retrying > 0),
-    "stopped": ("Stopped", lambda row: row.group.stopped > 0),
-    "paused": ("Paused", lambda row: row.group.paused),
+    "behind": ("Behind", lambda row: row.lag > 0),
+    "failing": ("Failing", lambda row: row.blocked > 0 or row.retrying > 0),
+    "stopped": ("Stopped", lambda row: row.stopped > 0),
+    "paused": ("Paused", lambda row: row.paused),
     "limited": ("Limited", lambda row: bool(row.waits_for)),
-    "disabled": ("Disabled", lambda row: row.is_disabled),
-    "dead": ("Dead letters", lambda row: row.group.dead > 0),
-    "unattended": ("No workers", lambda row: row.group.topics > 0 and not row.group.consumers),
+    "disabled": ("Disabled", lambda row: bool(row.marks)),
+    "dead": ("Dead letters", lambda row: row.dead > 0),
+    "unattended": ("No workers", lambda row: row.topics > 0 and not row.consumers),
 }
 _NAME_CONTAINS: Final = (Field("q", "only those whose name contains this", label="Name contains"),)
 GROUPS: Final = Listing(
     "groups",
     (
-        Column("Group", lambda row: group_link(row.group.name), "head"),
-        Column("Topics", lambda row: row.group.topics, "number"),
+        Column("Group", lambda row: group_link(row.name), "head"),
+        Column("Topics", "topics", "number"),
         Column("Workers", _linked("workers", "consumers"), "number"),
-        Column("Lag", lambda row: None if row.group.broadcast else row.group.lag, "number"),
-        Column("Oldest waits", lambda row: span(row.group.oldest_seconds), "number"),
-        Column("Handled", lambda row: row.group.handled, "number"),
-        Column("Claimed", lambda row: row.group.claimed, "number"),
+        Column("Lag", lambda row: None if row.broadcast else row.lag, "number"),
+        Column("Oldest waits", lambda row: span(row.oldest_seconds), "number"),
+        Column("Handled", "handled", "number"),
+        Column("Claimed", "claimed", "number"),
         Column("Retrying", _linked("waiting", "retrying", retrying="yes"), "number"),
         Column("Dead", _linked("dead_letters", "dead"), "number"),
         Column("State", _state),
@@ -142,7 +138,7 @@ GROUPS: Final = Listing(
     title="Groups",
     caption="Consumer groups",
     empty="No group matches.",
-    key=lambda row: row.group.name,
+    key=lambda row: row.name,
     notes=_counted,
     is_live=True,
 )

@@ -22,11 +22,12 @@ from outbox.broker.operations.trace import EntryState, Trace, trace
 from outbox.broker.transaction.turns import silent_groups
 from outbox.codec import OWN_CONTENT_TYPES
 from outbox.contrib.console.access import seeing
-from outbox.contrib.console.asking import application, as_uuid, moment, number, reading, text
+from outbox.contrib.console.asking import application, as_uuid, reading, text, value
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
 from outbox.contrib.console.views.followers import TONES, picture
 from outbox.contrib.django.actions.cells import readable
+from outbox.contrib.django.actions.declaration import FieldKind
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.operations.known_conditions import observer
@@ -53,7 +54,7 @@ def search(request: HttpRequest) -> HttpResponse:
                 return redirect("outbox:message", found)
     state = text(given, "state")
     span = given.get("within") if given.get("within") in _SPANS else "hour"
-    since = moment(given, "since") or datetime.now(UTC) - _SPANS[str(span)]
+    since = value(given, "since", FieldKind.TIME) or datetime.now(UTC) - _SPANS[str(span)]
     with reading() as run:
         tabs = state_tabs(run)
         topics = [one.name for one in list_topics(run)]
@@ -62,8 +63,8 @@ def search(request: HttpRequest) -> HttpResponse:
             wanted.strip() if wanted else None,
             topic,
             since=since,
-            until=moment(given, "until"),
-            before=number(given, "after"),
+            until=value(given, "until", FieldKind.TIME),
+            before=value(given, "after", FieldKind.NUMBER),
             state=state if state in STATES else None,
             limit=PER_PAGE + 1,
         )
@@ -172,34 +173,6 @@ class Event:
     detail: str = ""
     tone: str = "plain"
     seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FailedAttempts:
-    """Failed attempts in a row with the same error.
-
-    `seconds`: the time from the moment at which the message was first queued until the first of these attempts failed.
-    """
-
-    first: int
-    last: int
-    first_at: datetime
-    last_at: datetime
-    seconds: float | None
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDelivery:
-    """The message's state in one group. `due_at`: the time of the next attempt."""
-
-    group: str
-    state: str
-    tone: str
-    place: str
-    attempts: int
-    due_at: datetime | None
-    failures: list[FailedAttempts]
 
 
 # The heading of a message shows the worst of its states in the groups.
@@ -343,10 +316,11 @@ def _newest_entries(trace: Trace, message: Row) -> dict[str, Row]:
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
-def parts(trace: Trace, message: Row) -> list[GroupDelivery]:
+def parts(trace: Trace, message: Row) -> list[dict[str, object]]:
     """The message's state in every group for which the message has a queue entry, sorted by group name.
 
-    If a group has several queue entries of the message, the newest entry gives the state.
+    If a group has several queue entries of the message, the newest entry gives the state. `due_at`: the time of the
+    next attempt. `failures`: the failed attempts, of which those in a row with the same error are together.
     """
     newest = _newest_entries(trace, message)
     queued = {entry.group: entry.queued_at for entry in reversed(trace.entries) if entry.log_id == message.log_id}
@@ -355,23 +329,34 @@ def parts(trace: Trace, message: Row) -> list[GroupDelivery]:
         for retry in trace.retries
         if retry.log_id == message.log_id and not retry.claimed
     }
-    found = []
+    found: list[dict[str, object]] = []
     for group, entry in sorted(newest.items()):
         first = queued[group]
         failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
         failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
         place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
         attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
-        tone = TONES.get(entry.state, "plain")
-        found.append(GroupDelivery(group, str(entry.state), tone, place, attempts, due.get(group), failures))
+        found.append(
+            {
+                "group": group,
+                "state": str(entry.state),
+                "tone": TONES.get(entry.state, "plain"),
+                "place": place,
+                "attempts": attempts,
+                "due_at": due.get(group),
+                "failures": failures,
+            }
+        )
     return found
 
 
-def _folded(alike: Sequence[Row], queued_at: str) -> FailedAttempts:
-    first_at = time_of(alike[0].failed_at)
+def _folded(alike: Sequence[Row], queued_at: str) -> dict[str, object]:
+    """Failed attempts with one error. `seconds`: since the message was first queued, until the first one failed."""
+    first, last = alike[0], alike[-1]
+    first_at = time_of(first.failed_at)
     seconds = (first_at - time_of(queued_at)).total_seconds()
-    numbers = (alike[0].attempt + 1, alike[-1].attempt + 1)
-    return FailedAttempts(*numbers, first_at, time_of(alike[-1].failed_at), seconds, alike[0].error)
+    times = {"first_at": first_at, "last_at": time_of(last.failed_at), "seconds": seconds}
+    return {"first": first.attempt + 1, "last": last.attempt + 1, **times, "error": first.error}
 
 
 def _attempts(count: int) -> str:
@@ -384,22 +369,11 @@ SHOWN: Final = 64 * 1024
 _UNREADABLE: Final = 4 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ShownContent:
-    """The content of a message as a page shows it.
+def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> dict[str, object]:
+    """The body and headers of a message as text: escaped, without masked fields, and short enough for a page.
 
     `note` says which part of the body is missing or changed, and why.
     """
-
-    content_type: str
-    size: int
-    body: str
-    headers: str
-    note: str
-
-
-def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> ShownContent:
-    """The body and headers of a message as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     size, content_type = content.size, content.content_type
     if (stored := _in_the_form_of_a_part(content)) is not None:
@@ -410,7 +384,8 @@ def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> ShownContent:
     if len(body) > SHOWN:
         body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
     headers = json.dumps(masked_value(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
-    return ShownContent(content_type, size, _harmless(body), _harmless(headers), note)
+    texts = {"body": _harmless(body), "headers": _harmless(headers), "note": note}
+    return {"content_type": content_type, "size": size, **texts}
 
 
 def _body(content: Row, names: Collection[str]) -> tuple[str, str]:

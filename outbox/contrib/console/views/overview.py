@@ -13,9 +13,10 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 from django.utils import timezone
 
+from outbox.broker.database.executor import Row
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
-from outbox.broker.operations.summary import KEPT_SECONDS, GroupOverview, Overview, SummaryHistory, SummaryPoint
+from outbox.broker.operations.summary import KEPT_SECONDS, Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
@@ -30,6 +31,8 @@ _BEGINNING: Final = "A process has just begun to lead, so the figures are being 
 _LATE: Final = 1.5
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
+# The totals of a summary whose growth the diagrams show, beside that of the stored messages.
+_TOTALS: Final = ("queued", "handled", "sent_back", "dead")
 # Without a tick for longer than this, a broker that is led and in time is idle.
 _IDLE_SECONDS: Final = 60.0
 
@@ -143,16 +146,13 @@ def history(request: HttpRequest) -> HttpResponse:
     with reading() as run:
         found = summary.history(run, text(request.GET, "group"))
     pairs = list(_with_gaps(found))
+    totals = {"published": "stored"} | {name: name for name in _TOTALS}
     return JsonResponse(
         {
             "since": found.now - KEPT_SECONDS,
             "until": found.now,
             "at": [after.at for _, after in pairs],
-            "published": [_rate(before, after, "stored") for before, after in pairs],
-            "queued": [_rate(before, after, "queued") for before, after in pairs],
-            "handled": [_rate(before, after, "handled") for before, after in pairs],
-            "sent_back": [_rate(before, after, "sent_back") for before, after in pairs],
-            "dead": [_rate(before, after, "dead") for before, after in pairs],
+            **{name: [_rate(*pair, total) for pair in pairs] for name, total in totals.items()},
             "lag": [None if before is None else after.lag for before, after in pairs],
             "oldest": [None if before is None else round(after.oldest_seconds, 3) for before, after in pairs],
         }
@@ -220,7 +220,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.lag for one in groups),
         f"the oldest waits for {duration(oldest)}, in {behind.name}" if oldest and behind else "no message waits",
         f"{reverse('outbox:groups')}?state=behind",
-        tone_of(conditions, "lag", "blocked_queue", "stopped_queue", "group_paused", "outage"),
+        tone_of(conditions, "Lag"),
     )
     parked = sum(one.parked for one in broker.topics)
     yield Tile(
@@ -228,7 +228,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.undecided for one in broker.topics) + parked,
         f"{parked} of these transactions are parked" if parked else "no transaction is parked",
         reverse("outbox:undecided"),
-        tone_of(conditions, "unanswered", "parked", "check_back_late", "wrong_ledger"),
+        tone_of(conditions, "Undecided"),
     )
     dead = [one for one in broker.groups if one.dead]
     yield Tile(
@@ -236,7 +236,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.dead for one in dead),
         _among(dead, "dead") if dead else "none is unsettled",
         reverse("outbox:dead_letters"),
-        tone_of(conditions, "dead_letters", "saga_stalled"),
+        tone_of(conditions, "Dead letters"),
     )
     retried = [one for one in broker.groups if one.retrying]
     yield Tile(
@@ -244,7 +244,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         sum(one.retrying for one in retried),
         _among(retried, "retrying") if retried else "no message is retried",
         f"{reverse('outbox:waiting')}?retrying=yes",
-        tone_of(conditions, "retry_storm"),
+        tone_of(conditions, "Retrying"),
     )
     unattended = sum(1 for one in broker.groups if one.topics and not one.consumers)
     yield Tile(
@@ -252,7 +252,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         broker.processes,
         f"{unattended} of {len(broker.groups)} groups have none" if unattended else f"for {len(broker.groups)} groups",
         reverse("outbox:workers"),
-        tone_of(conditions, "no_worker", "crash_loop", "process_failing", "hung_handlers", "quarantined"),
+        tone_of(conditions, "Workers"),
     )
     yield Tile(
         "Sequencer",
@@ -260,11 +260,11 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         _last_tick(broker, conditions)
         + (f", process {broker.leading.pid} on {broker.leading.host}" if broker.leading else ""),
         f"{reverse('outbox:workers')}",
-        tone_of(conditions, "no_sequencer", "ticks_late"),
+        tone_of(conditions, "Sequencer"),
     )
 
 
-def _among(groups: Sequence[GroupOverview], name: str) -> str:
+def _among(groups: Sequence[Row], name: str) -> str:
     """The group that a figure is about, or that has most of it."""
     most = max(groups, key=lambda one: getattr(one, name)).name
     return f"in {most}" if len(groups) == 1 else f"in {len(groups)} groups, most in {most}"

@@ -74,38 +74,24 @@ SETTLING: Final = (
     ),
 )
 
-_Settle = Callable[..., int]
 
+def settle_letters(group: str, selection: LetterSelection, *, replay: bool, limit: int, dry_run: bool) -> int:
+    """Replay or discard dead letters of a group, the oldest first, and return their number.
 
-def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Replay dead letters of a group and return their number.
-
-    Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and replays
+    Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and settles
     no message.
     """
-    count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
-    if not dry_run:
+    if (server := observer()) is not None:
+        return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
+    settle, done = (dead_letters.replay, "replayed") if replay else (dead_letters.discard, "discarded")
+    count = settle_selected(settle, done, group, selection, limit=limit, dry_run=dry_run)
+    if replay and not dry_run:
         get_broker().notify_decided()
     return count
 
 
-def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Discard dead letters of a group and return their number.
-
-    Raises the same errors as `replay_dead_letters`.
-    """
-    return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
-
-
-def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    if (server := observer()) is not None:
-        replay = settle is dead_letters.replay
-        return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
-    return settle_selected(settle, done, group, selection, limit=limit, dry_run=dry_run)
-
-
 def settle_selected(
-    settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool
+    settle: Callable[..., int], done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool
 ) -> int:
     """Call `settle(run, group, selection, limit=…)`, which returns a number of letters, in a transaction.
 
@@ -132,11 +118,10 @@ def _replay(values: Values) -> ActionPlan:
     server = observer()
     return _settling(
         values,
-        replay_dead_letters,
         "Deliver {letters} again to group {group}{which}, each with a new series of attempts.",
         "First correct the cause of the handler's failure, or the messages fail again."
         + ("" if server is None else f" {server.REPLAY_CAUTION}"),
-        dangerous=False,
+        replay=True,
     )
 
 
@@ -144,17 +129,16 @@ def _replay(values: Values) -> ActionPlan:
 def _discard(values: Values) -> ActionPlan:
     return _settling(
         values,
-        discard_dead_letters,
         "Discard {letters} of group {group}{which}, which the group then never handles.",
         "This cannot be undone.",
-        dangerous=True,
+        replay=False,
     )
 
 
-def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dangerous: bool) -> ActionPlan:
+def _settling(values: Values, effect: str, caution: str, *, replay: bool) -> ActionPlan:
     group, limit = values["group"], values["limit"]
     selection, which = pinned_selection(values)
-    count = settle(group, selection, limit=limit, dry_run=True)
+    count = settle_letters(group, selection, replay=replay, limit=limit, dry_run=True)
     more = (
         f" One action settles at most {limit:,} dead letters: repeat the action for the other dead letters."
         if count == limit
@@ -162,14 +146,14 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
     )
 
     def do() -> Mapping[str, Any]:
-        return {"settled": settle(group, selection, limit=limit, dry_run=False)}
+        return {"settled": settle_letters(group, selection, replay=replay, limit=limit, dry_run=False)}
 
     assert selection.until is not None
     return ActionPlan(
         subject=f"dead letters of group {group}",
         effect=effect.format(letters=counted(count, "dead letter"), group=group, which=which) + more,
         caution=caution,
-        dangerous=dangerous,
+        dangerous=not replay,
         before={"selected": count, "selection": which.strip() or "all"},
         pinned={"until": selection.until.isoformat()},
         nothing=count == 0,

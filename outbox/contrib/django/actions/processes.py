@@ -13,8 +13,9 @@ from django.utils.html import format_html, format_html_join
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.failing import failing
-from outbox.broker.operations import summary
 from outbox.broker.operations.listings import PROCESS_STATES, ConsumerProcess, list_processes
+from outbox.broker.operations.liveness import leadership
+from outbox.broker.operations.summary import leading_process
 from outbox.contrib.django.actions.cells import ago, badge, group_link, html, joined, message_link, quiet, span
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Column, Listing, States
@@ -26,7 +27,8 @@ _TONES: Final = {"alive": "good", "draining": "warn"}
 
 def _notes(run: Executor, asked: Asked, rows: Sequence[ConsumerProcess]) -> Mapping[str, object]:
     versions = sorted({one.version for one in rows if one.version and one.is_alive})
-    return {"leader": summary.leadership(run), "failing": failing(run), "versions": versions}
+    now = leadership(run)
+    return {"leader": now, "process": leading_process(run, now.leader), "failing": failing(run), "versions": versions}
 
 
 def _state(one: ConsumerProcess) -> list[object]:

@@ -25,9 +25,10 @@ from outbox.refusals import Refusals
 from outbox.subscription import Subscription
 
 if TYPE_CHECKING:
-    from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals
+    from outbox.broker.database.executor import Row
+    from outbox.broker.operations.audit import MessageCounts
 
-# Fields of TopicTotals and GroupTotals. Running workers finish the messages of the MOVING fields. An operator must
+# Terms of the audit. Running workers finish the messages of the MOVING fields. An operator must
 # settle the messages of the STUCK fields.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
@@ -127,13 +128,13 @@ def undelivered(counted: MessageCounts) -> Iterator[str]:
         yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
 
 
-def _of_topic(topic: str, totals: TopicTotals, fields: Sequence[str]) -> Iterator[str]:
+def _of_topic(topic: str, totals: Row, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
         if number := getattr(totals, name):
             yield f"topic {topic!r} has {number} messages {_WORDS.get(name, name)}"
 
 
-def _of_group(group: GroupTotals, fields: Sequence[str]) -> Iterator[str]:
+def _of_group(group: Row, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
         if (number := getattr(group, name)) and not group.broadcast:
             yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"

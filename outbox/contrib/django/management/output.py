@@ -39,10 +39,6 @@ class OutboxCommand(BaseCommand):
         """Add the option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    def add_dry_run(self, parser: CommandParser, what: str = "show what would change, and change nothing") -> None:
-        """Add the option --dry-run."""
-        parser.add_argument("--dry-run", action="store_true", help=what)
-
     @property
     def command_name(self) -> str:
         """The name that an operator writes in a shell to run this command."""
@@ -82,7 +78,7 @@ class OutboxCommand(BaseCommand):
 
     def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
         """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
-        self.add_dry_run(parser, dry_run)
+        parser.add_argument("--dry-run", action="store_true", help=dry_run)
         parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
 
     def confirm(self, what: str, options: Mapping[str, Any]) -> None:

@@ -66,6 +66,8 @@ _OVERLAP: Final = timedelta(minutes=15)
 # that began before this life may still commit.
 _YOUNG: Final = timedelta(hours=1)
 _BATCH: Final = 5000
+# One pass compares at most this many batches of each ledger.
+_MOST_BATCHES: Final = 400
 _CANARIES: Final = 20
 _CANARIES_OF_QUEUE: Final = 5
 # The first comparison of a group reads this many batches of a queue.
@@ -101,7 +103,7 @@ def compare_when_due() -> CompareCounts | None:
     return None
 
 
-def run_compare(*, max_batches: int = 400) -> CompareCounts:
+def run_compare() -> CompareCounts:
     """Compare every ledger and inbox of the project with the broker, and store the findings for status and metrics.
 
     Raises BrokerError. If a database fails, raises LedgerUnavailable after the comparison of all other databases.
@@ -119,7 +121,6 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
             known=comparisons.list_comparisons(run),
             producer_group=settings.producer_group or "",
             keep=timedelta(seconds=settings.inbox_retention_seconds),
-            max_batches=max_batches,
         )
         for alias, compare in _work(context):
             try:
@@ -184,7 +185,6 @@ class _Context:
     known: Mapping[ComparisonKey, DatabaseComparison]
     producer_group: str
     keep: timedelta
-    max_batches: int
 
     @property
     def is_young(self) -> bool:
@@ -256,13 +256,12 @@ class _Batches:
     `rest`: the id after which the next pass continues, because this one has read as many batches as it may; else ''.
     """
 
-    context: _Context
     after: UUID
     read: Callable[..., Sequence[UUID]]
     rest: str = ""
 
     def __iter__(self) -> Iterator[Sequence[UUID]]:
-        for _ in range(self.context.max_batches):
+        for _ in range(_MOST_BATCHES):
             batch = self.read(self.after, limit=_BATCH)
             yield batch
             if len(batch) < _BATCH:
@@ -290,7 +289,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
         after = first_id_at(max(oldest, known.compared_at - _OVERLAP))
     if known is not None and not is_first and (left := known.state.get("after")):
         after = UUID(left)
-    batches = _Batches(context, after, partial(ledger.committed_after, application))
+    batches = _Batches(after, partial(ledger.committed_after, application))
     for batch in batches:
         # The broker is read after the ledger, because the broker stored each half message before the row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
@@ -339,7 +338,7 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         left = known.state.get("after")
         after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
     present: list[UUID] = []
-    batches = _Batches(context, after, partial(comparisons.committed_of_ledger, run, before.ledger_id))
+    batches = _Batches(after, partial(comparisons.committed_of_ledger, run, before.ledger_id))
     for batch in batches:
         absent = _absent(application, batch)
         # The pruning limit is read after the rows, because pruning records its limit before it removes rows.

@@ -7,7 +7,6 @@ The broker's schema has its part in outbox/broker/schema/grants.py. The applicat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from django.apps import apps
@@ -38,20 +37,12 @@ _OF_OTHERS: Final[Mapping[Role, Sequence[str]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DatabaseGrants:
-    """The statements for one database: an alias of DATABASES, and the SQL."""
-
-    alias: str
-    statements: Sequence[str] = field(default_factory=list)
-
-
-def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> list[DatabaseGrants]:
-    """Return the statements that `grant` would execute, in the broker's database and in each application database."""
+def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> list[tuple[str, list[str]]]:
+    """Return the statements that `grant` would execute, with the alias of the database; those of the broker first."""
     with broker_database(settings).connect_as_owner() as connection:
         check_schema(connection, settings.schema)
         run = Executor(connection, settings.schema)
-        found = [DatabaseGrants(settings.broker, grants.plan(run, _logins(settings, members)))]
+        found = [(settings.broker, grants.plan(run, _logins(settings, members)))]
     for alias in _application_aliases():
         application = connections[alias]
         statements = [*_roles(application, settings.schema), *_rights(application, settings.schema)]
@@ -61,7 +52,7 @@ def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str
             if role is not Role.OWN
             for member in given
         ]
-        found.append(DatabaseGrants(alias, statements))
+        found.append((alias, statements))
     return found
 
 
@@ -70,7 +61,7 @@ def grant(
     members: Mapping[Role, Sequence[str]],
     *,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
-) -> list[DatabaseGrants]:
+) -> list[tuple[str, list[str]]]:
     """Make the roles, give them their rights, and make the logins members. Returns the executed statements.
 
     Each database is changed in one transaction. A second call changes nothing. Raises psycopg.Error or
@@ -78,10 +69,10 @@ def grant(
     """
     planned = planned_grants(settings, members)
     with broker_database(settings).connect_as_owner() as connection:
-        [of_broker, *of_applications] = planned
-        give_rights(Executor(connection, settings.schema), of_broker.statements, patience_seconds=patience_seconds)
-    for one in of_applications:
-        _execute(connections[one.alias], one.statements)
+        [(_, of_broker), *of_applications] = planned
+        give_rights(Executor(connection, settings.schema), of_broker, patience_seconds=patience_seconds)
+    for alias, statements in of_applications:
+        _execute(connections[alias], statements)
     return planned
 
 

@@ -24,8 +24,9 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics, list_topics
 from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
-from outbox.broker.operations.summary import leadership, live_consumers
+from outbox.broker.operations.summary import live_consumers
 from outbox.broker.schema import key_index
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
@@ -138,8 +139,7 @@ def remove_broker(
     *,
     force: bool,
     dry_run: bool,
-    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
-    report: Callable[[str], None] = logger.warning,
+    patience_seconds: float,
 ) -> list[str]:
     """Drop the broker's tables with all messages. Return one text for each reason not to drop the tables (see
     `_left_in`).
@@ -156,7 +156,7 @@ def remove_broker(
                 "workers after everything is delivered, or pass --force to drop the tables with these messages."
             )
         if not dry_run:
-            uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=report)
+            uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=logger.warning)
     reset_broker()
     return left
 
@@ -167,8 +167,7 @@ def remove_part(
     *,
     force: bool,
     dry_run: bool,
-    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
-    report: Callable[[str], None] = logger.warning,
+    patience_seconds: float,
 ) -> dict[str, int]:
     """Drop the tables of a part that no service on this broker uses any more. Return the number of rows per table.
 
@@ -184,13 +183,13 @@ def remove_part(
                 "them, pass --force to drop the tables with these rows."
             )
         if not dry_run:
-            drop_part(connection, part, settings.schema, patience_seconds=patience_seconds, report=report)
+            drop_part(connection, part, settings.schema, patience_seconds=patience_seconds, report=logger.warning)
     return rows
 
 
 def _left_in(run: Executor) -> Iterator[str]:
     """Yield one text for each reason against dropping the tables: processes that use them, and undelivered messages."""
-    if leadership(run).leads:
+    if leadership(run).leader:
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
         yield f"group {group!r} has {consumers} consumers"

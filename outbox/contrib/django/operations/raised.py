@@ -12,7 +12,7 @@ The rows are in the application's database, because the broker is often the part
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -20,7 +20,7 @@ from typing import Final
 from django.db import router, transaction
 from django.utils import timezone
 
-from outbox.broker.operations.conditions import EVIDENCE, SUBJECT, Condition, Fact, Severity
+from outbox.broker.operations.conditions import EVIDENCE, SUBJECT, Condition, ConditionReport, Fact, Severity
 from outbox.broker.operations.rules import unusable
 from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.django.operations import signals
@@ -39,15 +39,6 @@ _LOG_LEVELS: Final = {Severity.WARNING: logging.WARNING, Severity.CRITICAL: logg
 _Key = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """All that holds now. A condition with one of the `unsure` names is not cleared, because not all was read."""
-
-    held: dict[_Key, Condition]
-    unsure: set[str]
-    is_complete: bool
-
-
 def run_once(now: datetime | None = None) -> dict[str, int]:
     """Compare what holds now with the stored rows, store the changes, and report them. Return the counts.
 
@@ -64,13 +55,12 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
 # -- what holds ------------------------------------------------------------------------------------
 
 
-def _seen() -> _Seen:
+def _seen() -> ConditionReport:
     try:
         with asking() as run:
-            verdict = survey_project(run).verdict
+            return survey_project(run).verdict
     except (BrokerUnavailable, SchemaError) as error:
-        verdict = unusable(error)
-    return _Seen(*by_subject(verdict.conditions), verdict.is_complete)
+        return unusable(error)
 
 
 def by_subject(conditions: Iterable[Condition]) -> tuple[dict[_Key, Condition], set[str]]:
@@ -114,48 +104,34 @@ class Change:
     held: Condition | None
 
 
-def _stored(seen: _Seen, now: datetime) -> list[Change]:
+def _stored(seen: ConditionReport, now: datetime) -> list[Change]:
     alias = router.db_for_write(RaisedCondition)
     rows = RaisedCondition.objects.using(alias)
+    # A condition with one of the `unsure` names is not cleared, because not all was read.
+    held_now, unsure = by_subject(seen.conditions)
+    changes: list[Change] = []
     with transaction.atomic(using=alias):
         # Two processes that change rows in different orders would deadlock, so each locks all rows in one order first.
         known = {(row.name, row.subject): row for row in rows.order_by("pk").select_for_update()}
-        changes = list(_raised(seen, known, now, alias))
-        rows.filter(pk__in=[row.pk for key, row in known.items() if key in seen.held]).update(seen_at=now)
-        changes += _cleared(seen, known, now, alias)
+        for (name, subject), held in sorted(held_now.items(), key=lambda one: one[0]):
+            row = known.get((name, subject))
+            if row is None:
+                values = {"severity": held.severity, "raised_at": now, "seen_at": now}
+                row, is_new = rows.get_or_create(name=name, subject=subject, defaults=values)
+                # Another process may have stored the new row meanwhile.
+                changes += [Change(row, held)] if is_new else []
+            elif held.severity != row.severity:
+                row.severity = held.severity
+                row.save(using=alias, update_fields=["severity"])
+                changes.append(Change(row, held))
+        rows.filter(pk__in=[row.pk for key, row in known.items() if key in held_now]).update(seen_at=now)
+        if seen.is_complete:
+            before = now - timedelta(seconds=CLEAR_SECONDS)
+            absent = [row for key, row in known.items() if key not in held_now and row.name not in unsure]
+            gone = sorted((row for row in absent if row.seen_at <= before), key=lambda row: (row.name, row.subject))
+            rows.filter(pk__in=[row.pk for row in gone]).delete()
+            changes += [Change(row, None) for row in gone]
     return changes
-
-
-def _raised(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, alias: str) -> Iterator[Change]:
-    rows = RaisedCondition.objects.using(alias)
-    for key in sorted(seen.held):
-        held, row = seen.held[key], known.get(key)
-        if row is None:
-            name, subject = key
-            values = {"severity": held.severity, "raised_at": now, "seen_at": now}
-            row, is_new = rows.get_or_create(name=name, subject=subject, defaults=values)
-            if is_new:
-                yield Change(row, held)
-        # Another process may have stored the change meanwhile.
-        elif held.severity != row.severity and rows.filter(pk=row.pk, severity=row.severity).update(
-            severity=held.severity
-        ):
-            row.severity = held.severity
-            yield Change(row, held)
-
-
-def _cleared(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, alias: str) -> list[Change]:
-    if not seen.is_complete:
-        return []
-    before = now - timedelta(seconds=CLEAR_SECONDS)
-    gone = [
-        row
-        for key, row in sorted(known.items())
-        if key not in seen.held and key[0] not in seen.unsure and row.seen_at <= before
-    ]
-    rows = RaisedCondition.objects.using(alias)
-    # Another process may have seen the condition meanwhile.
-    return [Change(row, None) for row in gone if rows.filter(pk=row.pk, seen_at__lte=before).delete()[0]]
 
 
 def _report(change: Change) -> None:

@@ -58,7 +58,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
             if not any(on_each_inbox(lambda inbox: rows.has_copies(inbox, old, new), _STILL_OLD).values()):
                 raise unknown_group(old)
             return Renamed(False, {})
-        reserved = changes.reserve(run, old, new, dry_run=dry_run)
+        epochs = changes.reserve(run, old, new, dry_run=dry_run)
     if dry_run:
         return Renamed(False, {})
     point("rename.reserved")
@@ -67,7 +67,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     point("rename.copied")
     # Copying the rows may take long, so the first connection to the broker may be closed by now.
     with broker_connection() as (connection, schema):
-        changes.rename(Executor(connection, schema), old, new, reserved)
+        changes.rename(Executor(connection, schema), old, new, epochs)
     point("rename.renamed")
     return Renamed(True, copied)
 

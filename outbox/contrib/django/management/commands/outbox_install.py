@@ -106,12 +106,14 @@ class Command(OperatorCommand):
                     "that owns the tables, or give the SQL of `outbox_install --grants --dry-run` to such a role."
                 ) from error
         if options["json"]:
-            databases = {one.alias: one.statements for one in done}
+            databases: dict[str, list[str]] = {}
+            for alias, statements in done:
+                databases.setdefault(alias, []).extend(statements)
             self.print_json({"databases": databases, "dry_run": options["dry_run"]})
             return
-        for one in done:
-            self.say(f"-- database {one.alias!r}")
-            for statement in one.statements:
+        for alias, statements in done:
+            self.say(f"-- database {alias!r}")
+            for statement in statements:
                 self.say(f"{statement};")
 
     def _install(self, settings: OutboxSettings, options: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from django.db import Error
 from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.settings.conf import imported, settings_of
-from outbox.contrib.reconciliation.apply import ApplyLimits, apply
+from outbox.contrib.reconciliation.apply import apply
 from outbox.contrib.reconciliation.plan import RepairPlan, read
 from outbox.contrib.reconciliation.settings import ReconciliationSettings
 from outbox.contrib.reconciliation.steps import Publisher, PublishSources, StepOutcome, sources_of
@@ -82,10 +82,10 @@ class Command(OutboxCommand):
             raise SystemExit(_OPEN)
 
     def _applied(self, plan: RepairPlan, means: PublishSources, options: dict[str, Any]) -> Counter[str]:
-        limits = ApplyLimits(options["most"], options["per_second"])
+        given = {name: options[name] for name in ("most", "per_second")}
         reason = options["reason"] if options["apply"] else None
         outcomes: Counter[str] = Counter()
-        for step, result in apply(plan, means, limits, reason=reason):
+        for step, result in apply(plan, means, **given, reason=reason):
             outcomes[result.outcome.value] += 1
             if options["json"]:
                 self.say(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))
