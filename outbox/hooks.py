@@ -63,7 +63,7 @@ admissions: Final[dict[type, str]] = {}
 def add_admission(option: type, kind: str) -> None:
     """Let a part decide when the calls of a subscription start that has an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/admission.py). A
+    `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/scheduler.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread. An
     error of it is an error of this thread's step, which begins again. A subscription has one such option at most.
     """
@@ -77,9 +77,9 @@ lanes: Final[dict[type, str]] = {}
 def add_lane(option: type, kind: str) -> None:
     """Let a part decide which message is next, for subscriptions with an option of this class whose `has_lane` is true.
 
-    `kind` is the dotted path of a class with the methods of `Lane` (outbox/broker/consumer/work.py), such as a subclass
-    of `RoundRobinLane` (outbox/broker/consumer/round_robin.py). A consumer process calls it with the option once per
-    subscription in concurrent mode, and uses the object in the dispatching thread. An error of it is an error of this
+    `kind` is the dotted path of a class with the methods of `Lane` (outbox/broker/consumer/lanes.py), such as a
+    subclass of `RoundRobinLane` in the same file. A consumer process calls it with the option once per subscription in
+    concurrent mode, and uses the object in the dispatching thread. An error of it is an error of this
     thread's step, which begins again. A subscription has one such option at most, and may have an admission beside it.
     """
     lanes[option] = kind
@@ -92,7 +92,7 @@ result_reports: Final[dict[type, str]] = {}
 def add_result_report(option: type, kind: str) -> None:
     """Let a part tell operators what the results of calls mean, for subscriptions with an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/calls.py). A
+    `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/scheduler.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread, on a
     connection of the broker in autocommit mode. An error of it is an error of this thread's step, which begins again.
     """

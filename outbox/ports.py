@@ -226,7 +226,7 @@ class MoreCalls(Protocol):
     def next(self) -> Delivery | None:
         """Return the next message to handle in this transaction; None if the transaction should end now."""
 
-    def running(self, delivery: Delivery) -> AbstractContextManager[None]:
+    def running(self, delivery: Delivery) -> AbstractContextManager[object]:
         """Return a context manager, inside which the handler runs for a delivery that `next` has returned."""
 
     def finishing(self, number: int) -> None:

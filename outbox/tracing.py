@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Protocol
+from typing import Protocol
 
 from outbox.message import Delivery, Message
 from outbox.transaction import Answer, Check, Decision, EndStatus, HalfTransaction
@@ -52,18 +52,6 @@ tracer: Tracer | None = None
 def publishing(messages: Sequence[Message]) -> AbstractContextManager[Sequence[Message]]:
     """Wrap one publish call. The `with` block gets the messages that the broker must store."""
     return nullcontext(messages) if tracer is None else tracer.publishing(messages)
-
-
-def handling(deliveries: Sequence[Delivery]) -> AbstractContextManager[Conclude]:
-    """Wrap one call of a handler. The `with` block gets a function and calls it with the outcomes."""
-    return _UNTRACED if tracer is None else tracer.handling(deliveries)
-
-
-def _ignore(outcomes: Sequence[object]) -> None:
-    """Without a tracer, the outcomes of a call are not traced."""
-
-
-_UNTRACED: Final = nullcontext(_ignore)
 
 
 def install(chosen: Tracer | None) -> None:

@@ -300,8 +300,8 @@ def sample_environment(server_url: str) -> Iterator[dict[str, str]]:
 @pytest.fixture
 def calls_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handler calls share transactions also on a busy machine, where a handler takes longer."""
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls.SHORT_SECONDS", 1.0)
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls._OPEN_SECONDS", 1.0)
+    monkeypatch.setattr("outbox.broker.consumer.call.SHORT_SECONDS", 1.0)
+    monkeypatch.setattr("outbox.broker.consumer.call._OPEN_SECONDS", 1.0)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Final
 
 from outbox.errors import LeaseLost
 
@@ -21,18 +22,19 @@ _reason: ContextVar[Callable[[], str] | None] = ContextVar("outbox_fence", defau
 
 def check() -> None:
     """Raise LeaseLost if the caller's attempt no longer counts. Outside a consumer, do nothing."""
-    if reason := _why():
+    reason_of = _reason.get()
+    if reason_of is not None and (reason := reason_of()):
         raise LeaseLost(f"{reason}: roll back the effects of this attempt, because the message is delivered again.")
 
 
 def is_lost() -> bool:
     """Whether a call of `check` would raise LeaseLost."""
-    return bool(_why())
-
-
-def _why() -> str:
     reason_of = _reason.get()
-    return reason_of() if reason_of is not None else ""
+    return reason_of is not None and bool(reason_of())
+
+
+# Does the same as `attempt` until the present context (contextvars) ends.
+begin: Final = _reason.set
 
 
 @contextmanager

@@ -95,6 +95,10 @@ def suffix(record: logging.LogRecord) -> str:
     return f" [{' '.join(found)}]" if found else ""
 
 
+# Does the same as `handling` until the present context (contextvars) ends.
+begin: Final = _handled.set
+
+
 @contextmanager
 def handling(deliveries: Sequence[Delivery]) -> Iterator[None]:
     """Mark all log records that are written inside this block as records about these deliveries."""

@@ -114,7 +114,7 @@ def test_what_a_worker_opens() -> None:
 @pytest.mark.usefixtures("databases", "no_subscribers")
 def test_a_subscriber_holds_a_connection_per_busy_thread_and_none_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connections.settings["default"]["OPTIONS"], "application_name", "handlers")
-    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.IDLE_SECONDS", 0.2)
     all_busy, counted = threading.Barrier(8 + 1), threading.Event()
 
     @subscriber("orders", group="effects", using="default")

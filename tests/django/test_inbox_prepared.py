@@ -13,7 +13,7 @@ from django.db import connections
 from outbox import Delivery
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.subscribers import short_transaction
+from outbox.contrib.django.subscribers import inbox
 from outbox.errors import PermanentError
 from outbox.ports import Disposition
 from tests import pooler
@@ -51,7 +51,7 @@ def test_what_surrounds_a_handler_is_prepared_once() -> None:
 
 def test_plans_do_not_grow_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of an inbox with a few rows reads all of it, also once there are a million."""
-    monkeypatch.setattr(short_transaction, "_PLANS_LAST", 3)
+    monkeypatch.setattr(inbox, "_PLANS_LAST", 3)
     register()
     seen: list[set[Any]] = []
     for _ in range(7):

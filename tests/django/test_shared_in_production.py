@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outbox import Delivery, Message, OnError, RetryPolicy, tracing
 from outbox.broker.consumer.runtime import ConsumerRuntime
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.scheduler import SubscriptionCalls
 from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_database
@@ -534,15 +534,15 @@ def test_a_rebalance_in_the_middle() -> None:
 @pytest.mark.slow
 def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """After errors, failed commits and callbacks with errors, each counter of the threads is at zero."""
-    pools: list[WorkerPool] = []
-    original = WorkerPool.__init__
+    pools: list[SubscriptionCalls] = []
+    original = SubscriptionCalls.__init__
 
-    def made(self: WorkerPool, *arguments: Any, **options: Any) -> None:
+    def made(self: SubscriptionCalls, *arguments: Any, **options: Any) -> None:
         pools.append(self)
         original(self, *arguments, **options)
 
-    monkeypatch.setattr(WorkerPool, "__init__", made)
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls._PAUSES", SimpleNamespace(pause_seconds=lambda _: 0.01))
+    monkeypatch.setattr(SubscriptionCalls, "__init__", made)
+    monkeypatch.setattr("outbox.broker.consumer.call._PAUSES", SimpleNamespace(pause_seconds=lambda _: 0.01))
 
     @subscriber("orders", group="effects", threads=3, retry=RetryPolicy(delays_seconds=[0.05, 0.05]))
     def effect(given: Delivery) -> None:
@@ -565,8 +565,8 @@ def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
         each_once(count)
         [pool] = pools
         eventually(
-            lambda: (pool.in_hand, pool.serving, len(pool.calls), pool.stuck) == (0, 0, 0, 0),
-            what=lambda: str((pool.in_hand, pool.serving, len(pool.calls), pool.stuck)),
+            lambda: (pool.in_hand, pool.serving, len(pool.waiting), pool.stuck) == (0, 0, 0, 0),
+            what=lambda: str((pool.in_hand, pool.serving, len(pool.waiting), pool.stuck)),
         )
 
 

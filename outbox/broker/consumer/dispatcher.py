@@ -14,8 +14,21 @@ from operator import attrgetter, itemgetter
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.consumer.calls import Calls, SubscriptionRunner
-from outbox.broker.consumer.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
+from outbox.broker.consumer.call import HandlerCall, Result, RunCall, TimedOut
+from outbox.broker.consumer.fetch import (
+    BODY,
+    KEY,
+    OFFSET,
+    PASSES,
+    RETRIES,
+    SECONDS_LEFT,
+    SLOT,
+    TOPIC_ID,
+    Fetcher,
+    Row,
+    load,
+)
+from outbox.broker.consumer.lanes import FetchedEntry, Lane, note_time_limits
 from outbox.broker.consumer.owned_queue import (
     ConsumingGroup,
     EntryOutcome,
@@ -38,19 +51,10 @@ from outbox.broker.consumer.results import (
     leave_queue,
     postpone,
     put_back,
-    settle,
-    settle_left,
+    record_failures,
+    record_left,
 )
-from outbox.broker.consumer.work import (
-    FetchedEntry,
-    HandlerCall,
-    Lane,
-    Result,
-    TimedOut,
-    counted_by_queue,
-    note_time_limits,
-)
-from outbox.broker.consumer.worker_pool import HandlerThreads, RunCall
+from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionRunner
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.sender import RoundTrip
 from outbox.broker.groups import lives, offsets
@@ -65,6 +69,9 @@ logger = logging.getLogger(__name__)
 
 _ROW: Final = attrgetter("row")
 _OFFSET: Final = itemgetter(OFFSET)
+_BODY: Final = itemgetter(BODY)
+_SECONDS_LEFT: Final = itemgetter(SECONDS_LEFT)
+_NONE: Final = {None}
 
 
 # -- prefetching -----------------------------------------------------------------------------------
@@ -73,8 +80,8 @@ _OFFSET: Final = itemgetter(OFFSET)
 # and loads a large body only right before the call that handles its message.
 
 
-_RETRY_FETCH_SIZE: Final = 256
-_RETRY_SPAN: Final = 4_000
+# The fetch size and the span of a retry queue (see `Subscribed`).
+_OF_RETRIES: Final = (256, 4_000)
 # The fetch in the round trip of a tick reads this many queues at most. Each queue that has no new entry costs CPU time
 # in the session.
 _MOST_QUEUES_AHEAD: Final = 16
@@ -83,8 +90,7 @@ _MOST_QUEUES_AHEAD: Final = 16
 def room_of(queue: OwnedQueue) -> int:
     """Return how many entries of a queue to fetch now; 0 while enough of its entries are in memory."""
     subscribed = queue.subscribed
-    size = subscribed.fetch_size if subscribed is not None else _RETRY_FETCH_SIZE
-    span = subscribed.span if subscribed is not None else _RETRY_SPAN
+    size, span = _OF_RETRIES if subscribed is None else (subscribed.fetch_size, subscribed.span)
     if queue.phase is not Phase.ACTIVE or queue.group.paused or queue.buffered > size // 2:
         return 0
     limit = min(size, queue.window.base + span - queue.fetch_from)
@@ -198,7 +204,7 @@ class Prefetcher:
 
     def look_at(self, queue: OwnedQueue) -> None:
         """Note that a queue may have more messages to fetch."""
-        queue.grown()
+        queue.hungry = True
         self._hungry[queue] = None
 
     def fetch(self, run: Executor) -> None:
@@ -224,7 +230,7 @@ class Prefetcher:
                     self._ingest(queue, rows, more=len(rows) == room)
                     self.is_behind = self.is_behind or (queue.hungry and room_of(queue) > 0)
                 else:
-                    queue.rest()
+                    queue.hungry = False
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Put the next entries of a queue into its window and its lanes."""
@@ -238,7 +244,8 @@ class Prefetcher:
                     window.skip(expected, row[OFFSET])
                 expected = row[OFFSET] + 1
         items = [FetchedEntry(queue, row[OFFSET], row[RETRIES], row[KEY], row) for row in rows if row[PASSES]]
-        note_time_limits(items)
+        if set(map(_SECONDS_LEFT, rows)) != _NONE:
+            note_time_limits(items)
         if len(items) < len(rows):
             for row in rows:
                 if not row[PASSES]:
@@ -252,10 +259,11 @@ class Prefetcher:
             items = [item for item in items if not window.is_finished(item.offset)]
         if rows:
             queue.fetched(rows[-1][OFFSET] + 1, more=more)
-        queue.buffer(len(items))
+        queue.buffered += len(items)
         if queue.subscribed is not None:
             self._runners[queue.subscribed.key].lane.offer(items)
-            _leave_out_large(items)
+            if None in map(_BODY, rows):
+                _drop_large(items)
         else:
             self._offer_returned(queue, items)
 
@@ -265,7 +273,7 @@ class Prefetcher:
             assert item.row is not None
             runner = self._runners[queue.group.group_id, item.row[TOPIC_ID]]
             runner.retry_lane.offer([item])
-            _leave_out_large([item])
+            _drop_large([item])
 
     def load(self, run: Executor, work: HandlerCall) -> None:
         """Load the messages of a call that are not in memory.
@@ -281,28 +289,28 @@ class Prefetcher:
         except BaseException:
             for item in work.items:
                 item.due = 0.0
-            work.lane.settle(work.items, work.items)
+            work.lane.end(work.items, work.items)
             raise
         for item in missing:
             item.row = rows.get((item.queue.key[1], item.offset))
             if item.shed:
                 item.shed = False
-                item.queue.buffer()
+                item.queue.buffered += 1
             if item.row is None:
                 item.queue.window.finish(item.offset, EntryOutcome.EXPIRED)
-                item.queue.unbuffer()
+                item.queue.buffered -= 1
                 self._dirty.add(item.queue)
         for item in soon:
             # If retention has removed such a message, its own call finds out.
             if (row := rows.get((item.queue.key[1], item.offset))) is not None:
                 item.row, item.shed = row, False
-                item.queue.buffer()
+                item.queue.buffered += 1
         note_time_limits(missing)
         work.expired = [item for item in missing if item.row is None]
         work.items = [item for item in work.items if item.row is not None]
 
 
-def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
+def _drop_large(items: Sequence[FetchedEntry]) -> None:
     """Drop each row that was fetched without its large body; `load` reads the message again before its call."""
     for item in items:
         if item.row is not None and item.row[BODY] is None:
@@ -342,16 +350,15 @@ class Dispatcher:
         self._lease_seconds = lease_seconds
         self._groups = {group.group_id: group for group in groups}
         subscribed = [one for group in groups for one in group.subscribed.values()]
-        self._threads = HandlerThreads([one.subscription for one in subscribed], threads)
+        self._scheduler = Scheduler([one.subscription for one in subscribed], run, threads)
         self._runners = {
-            one.key: SubscriptionRunner(one, run, sharing_calls=sharing_calls, threads=self._threads)
-            for one in subscribed
+            one.key: SubscriptionRunner(one, self._scheduler, sharing_calls=sharing_calls) for one in subscribed
         }
         self._ownership = ownership
         self._life: UUID | None = None
         self._owned: dict[QueueKey, OwnedQueue] = {}
         self._stale: list[OwnedQueue] = []
-        self._calls = Calls(self._runners)
+        self._calls = Calls(self._runners, self._scheduler)
         self._quarantine = QuarantineRunner(instance, self._calls)
         # The handler threads call `finished`, which returns whether to wake the dispatching thread.
         self.finished: Final = self._calls.finished
@@ -380,7 +387,7 @@ class Dispatcher:
         if self._calls.has_claims:
             self._keep_claims(run)
         if self._quarantine.verdicts:
-            self._quarantine.settle(run)
+            self._quarantine.store_verdicts(run)
         for runner in tuple(self._to_report):
             runner.report(run, self._instance)
             self._to_report.discard(runner)
@@ -405,7 +412,7 @@ class Dispatcher:
                 due.append(at)
             if runner.admission is not None and (at := runner.admission.next_at(now)) is not None:
                 due.append(at)
-            if runner.pool.calls and (at := runner.pool.spread_at()) is not None:
+            if runner.calls.waiting and (at := self._scheduler.spread_at(runner.calls)) is not None:
                 due.append(at)
         if now < self._claims_until:
             due.append(self._claims_until)
@@ -470,7 +477,7 @@ class Dispatcher:
         self._quarantine.bound()
         ends = heads(run, {key[1] for key in self._owned})
         for queue in self._owned.values():
-            queue.bound(ends[queue.key[1]])
+            queue.end = ends[queue.key[1]]
 
     def drain(self, *, claims_seconds: float = float("inf")) -> None:
         """Begin to hand over all queues.
@@ -488,7 +495,7 @@ class Dispatcher:
 
     def stop_threads(self, *, within_seconds: float) -> None:
         """End the threads that call the handlers."""
-        self._threads.stop(within_seconds=within_seconds)
+        self._scheduler.stop(within_seconds=within_seconds)
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -522,7 +529,7 @@ class Dispatcher:
             case QueueAcquired(queue):
                 if self._bounded:
                     # A bounded pass handles only entries that existed when the pass began.
-                    queue.rest()
+                    queue.hungry = False
                 else:
                     self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue
@@ -610,7 +617,7 @@ class Dispatcher:
     def _forget_waiting(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         for lane in self._lanes_of(queue):
             lane.drop(queue, from_offset)
-        queue.unbuffer_waiting()
+        queue.buffered = queue.running
 
     # -- collecting -----------------------------------------------------------------------------
 
@@ -619,11 +626,13 @@ class Dispatcher:
         failed: list[Failed] = []
         waiting: list[Waiting] = []
         over: list[tuple[HandlerCall, set[int]]] = []
-        self._calls.take_back()
-        for work, results in self._calls.over():
+        calls = self._calls
+        if calls.abandoned or calls.has_admissions:
+            calls.take_back()
+        for work, results in calls.over() if calls.any_counting else ():
             over.append((work, self._absorb(work, results, failed, waiting)))
         if time.monotonic() >= self._claims_until:
-            for work, results in self._calls.give_up_claims():
+            for work, results in calls.give_up_claims():
                 over.append((work, self._absorb(work, results, failed, waiting)))
         if over:
             self._conclude(run, over, failed, waiting)
@@ -641,7 +650,7 @@ class Dispatcher:
                 continue
             kept = leave_queue(run, self._instance, work)
             work.has_left = True
-            item.queue.returned(1)
+            item.queue.returned()
             if item.queue.phase is Phase.LOST:
                 continue
             if kept:
@@ -653,7 +662,7 @@ class Dispatcher:
         while self._left:
             work, result = self._left[0]
             runner = self._runners[work.subscribed.key]
-            settle_left(run, work, result, runner.outage)
+            record_left(run, work, result, runner.outage)
             self._to_report.add(runner)
             self._left.popleft()
 
@@ -666,7 +675,7 @@ class Dispatcher:
         """
         [item] = work.items
         work.has_left = True
-        item.queue.returned(1)
+        item.queue.returned()
         self._forget_waiting(item.queue)
 
     def _absorb(
@@ -685,9 +694,8 @@ class Dispatcher:
             return set()
         # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
         # for a queue below, this number decides whether the queue is blocked.
-        counted = counted_by_queue(work.items)
-        for queue, count in counted.items():
-            queue.returned(count)
+        for item in work.items:
+            item.queue.returned()
         runner = self._runners[work.subscribed.key]
         was_outage = runner.outage.resume_at is not None
         booked = book(work, results, runner.outage)
@@ -707,9 +715,9 @@ class Dispatcher:
             self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
         if was_outage or not booked.all_handled:
             self._to_report.add(runner)
-        for queue in counted:
-            if queue.phase is not Phase.LOST:
-                self._dirty.add(queue)
+        for item in work.items:
+            if item.queue.phase is not Phase.LOST:
+                self._dirty.add(item.queue)
         return booked.again
 
     def _conclude(
@@ -721,11 +729,11 @@ class Dispatcher:
     ) -> None:
         """Record all failures. Then put the messages that this process will try again into their lanes.
 
-        A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must be in
-        the lane before the call is settled. This method compares items by identity, because one message may be in its
+        A lane hands out its next messages as soon as a call is ended. So the failed messages of the call must be in
+        the lane before the call is ended. This method compares items by identity, because one message may be in its
         queue and in a retry queue at once.
         """
-        again = settle(run, self._instance, failed) if failed else []
+        again = record_failures(run, self._instance, failed) if failed else []
         if waiting:
             not_stored, lost = put_back(run, self._instance, waiting)
             again += not_stored
@@ -747,11 +755,11 @@ class Dispatcher:
             left = kept | unstarted
             back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
-                item.queue.buffer()
+                item.queue.buffered += 1
             if work.abandoned and work.blocks_until_returned and (back or not work.subscribed.ordered):
                 self._calls.keep_until_returned(work, back)
             else:
-                work.lane.settle([*work.items, *work.expired], back)
+                work.lane.end([*work.items, *work.expired], back)
 
     # -- handing out ----------------------------------------------------------------------------
 
@@ -763,21 +771,30 @@ class Dispatcher:
         # Each step gives calls to every subscription whose threads have room, so there are no weights: no
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
-            if runner.pool.calls:
-                runner.pool.spread(now)
-            group = runner.subscribed.group
+            calls, group = runner.calls, runner.subscribed.group
+            if calls.waiting and (at := self._scheduler.spread_at(calls)) is not None and now >= at:
+                self._scheduler.spread(calls)
             if (admission := runner.admission) is not None:
+                allowed = calls.usable_threads
                 may_start = not (group.paused or quarantine.silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
+                if calls.waiting and calls.usable_threads > allowed:
+                    self._scheduler.spread(calls)
                 now = time.monotonic()
             if group.paused:
                 continue
             for lane in runner.lanes:
-                while not quarantine.silent and runner.admits(now) and (items := lane.take(now)):
+                while (
+                    (lane.ready or lane.later or admission is not None)
+                    and not quarantine.silent
+                    and runner.admits(now)
+                    and (items := lane.take(now))
+                ):
                     if admission is not None:
                         admission.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
-            runner.backlog = runner.pool.is_full or (admission is not None and admission.waiting > 0)
+            has_room = calls.in_hand < calls.usable_threads and not calls.stuck
+            runner.backlog = (not has_room and calls.is_full) or (admission is not None and admission.waiting > 0)
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:
@@ -796,7 +813,7 @@ class Dispatcher:
         if not all(map(_ROW, work.items)):
             self._prefetcher.load(run, work)
         if not work.items:
-            work.lane.settle(work.expired, [])
+            work.lane.end(work.expired, [])
         elif not (work.subscribed.group.quarantined and self._quarantine.takes(run, work)):
             self._calls.submit(work)
         else:

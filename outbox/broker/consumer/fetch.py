@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any, Final, Generic, cast
+from typing import Any, Final, Generic
 from uuid import UUID
 
 import psycopg
@@ -340,7 +340,8 @@ def deliver(
 ) -> Delivery:
     """Return a `Delivery` with the message of this row and the decoded body. `decode` decodes the body once more."""
     _, _, _, _, _, _, encoded, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, _, its = row
-    message = _OpenMessage()
+    # Typed as Any until they have their final classes.
+    message: Any = _OpenMessage()
     message.topic = topic
     message.body = encoded
     message.message_id = message_id
@@ -352,9 +353,9 @@ def deliver(
     message.delay = None
     message.shard = shard
     message.born_at = born_at
-    message.__class__ = Message  # type: ignore[assignment]
-    delivery = _OpenDelivery()
-    delivery.message = cast(Message, message)
+    message.__class__ = Message
+    delivery: Any = _OpenDelivery()
+    delivery.message = message
     delivery.body = body
     delivery.group = group
     delivery.queue = queue
@@ -362,8 +363,8 @@ def deliver(
     delivery.attempt = attempt
     delivery.transaction_id = its or message_id
     delivery._decode = decode
-    delivery.__class__ = Delivery  # type: ignore[assignment]
-    opened = cast(Delivery, delivery)
+    delivery.__class__ = Delivery
+    opened: Delivery = delivery
     if body.__class__ is UnreadBody:
         opened.__post_init__()
     return opened

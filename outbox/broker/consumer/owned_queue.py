@@ -95,6 +95,7 @@ class Subscribed:
         "handler",
         "key",
         "ordered",
+        "reader",
         "span",
         "subscription",
         "waits_for_key",
@@ -108,6 +109,8 @@ class Subscribed:
         self.handler: Final = handler
         self.filter: Final = parse_filter(subscription.filter)
         self.ordered: Final = subscription.mode is not Mode.CONCURRENT
+        # The option that makes the bodies for the handler; None if the handler gets the decoded bodies.
+        self.reader: Final = subscription.reader
         # Whether the handler runs without a transaction, for a message that the process has claimed.
         self.claims: Final = subscription.effects is Effects.OUTSIDE
         # The lane of a part keeps few rows in memory, and finds the messages of other names behind those of a flood, as
@@ -235,8 +238,8 @@ class OwnedQueue:
 
     The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After the
     dispatching thread has got a queue, only this thread calls the methods of the queue. Any thread may call the methods
-    marked "any thread", because each of these methods reads single values that are replaced as a whole. Code outside
-    this class reads the fields of a queue, but changes them only through the methods.
+    marked "any thread", because each of these methods reads single values that are replaced as a whole. The dispatching
+    thread also changes `hungry`, `buffered`, `running` and `end`.
     """
 
     __slots__ = (
@@ -290,7 +293,7 @@ class OwnedQueue:
 
     def trusted(self) -> bool:
         """Return whether this process may still rely on the lease. Any thread."""
-        return self.lease.trusted()
+        return lease_clock() < self.lease.trusted_until
 
     def may_start(self) -> bool:
         """Whether a handler may be started for a message of this queue. Any thread."""
@@ -349,14 +352,6 @@ class OwnedQueue:
 
     # -- fetching -------------------------------------------------------------------------------
 
-    def grown(self) -> None:
-        """Record that this queue may have more entries to fetch."""
-        self.hungry = True
-
-    def bound(self, end: int) -> None:
-        """Fetch only entries before `end`."""
-        self.end = end
-
     def skip_to(self, floor: int) -> None:
         """Skip all entries below `floor`, because retention has removed them."""
         if floor > self.fetch_from:
@@ -387,35 +382,13 @@ class OwnedQueue:
         self.fetch_from = next_offset
         self.hungry = more
 
-    def rest(self) -> None:
-        """Fetch nothing from this queue until it has grown."""
-        self.hungry = False
-
     # -- what is in memory and what runs ----------------------------------------------------------
 
-    def buffer(self, count: int = 1) -> None:
-        """Raise the number of entries in memory by `count`."""
-        self.buffered += count
-
-    def unbuffer(self, count: int = 1) -> None:
-        """Lower the number of entries in memory by `count`, after these entries were removed without a call."""
-        self.buffered -= count
-
-    def unbuffer_waiting(self) -> None:
-        """Set the number of entries in memory to the number of entries in running calls."""
-        self.buffered = self.running
-
-    def started(self, count: int) -> None:
-        """Raise the number of entries in running calls by `count`."""
-        self.running += count
-
-    def returned(self, count: int) -> None:
-        """Lower the numbers of entries in memory and in running calls by `count`, because a call has finished.
-
-        If an entry goes back to its lane, the caller calls `buffer` for it.
-        """
-        self.running -= count
-        self.buffered -= count
+    def returned(self) -> None:
+        """Count an entry neither in running calls nor in memory any more. If it goes back to its lane, the caller
+        raises `buffered` again."""
+        self.running -= 1
+        self.buffered -= 1
 
     # -- offsets --------------------------------------------------------------------------------
 

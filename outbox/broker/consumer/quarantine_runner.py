@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.consumer.calls import Calls
+from outbox.broker.consumer.call import NOT_STARTED, HandlerCall, Postponed, Result
 from outbox.broker.consumer.fetch import LOG_ID
+from outbox.broker.consumer.lanes import FetchedEntry, divide
 from outbox.broker.consumer.owned_queue import Phase
-from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Postponed, Result, divide
+from outbox.broker.consumer.scheduler import Calls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
@@ -177,7 +178,7 @@ class QuarantineRunner:
         # seemed to fail.
         self.verdicts.append(self._verdict(work, results, excused))
 
-    def settle(self, run: Executor) -> None:
+    def store_verdicts(self, run: Executor) -> None:
         """Store the results of finished attempts. Call this before an offset passes the messages of these attempts."""
         while self.verdicts:
             self.verdicts[0](run)
@@ -225,7 +226,7 @@ def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> Non
 def _put_back(work: HandlerCall, due: float) -> None:
     for item in work.items:
         item.due = due
-    work.lane.settle([*work.items, *work.expired], work.items)
+    work.lane.end([*work.items, *work.expired], work.items)
 
 
 def _log_id(item: FetchedEntry) -> int:

@@ -7,8 +7,9 @@ message again, sends it back, gives it up, or stops its queue.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -18,10 +19,10 @@ from uuid import UUID
 
 import psycopg
 
-from outbox.broker.consumer.calls import Outage
+from outbox.broker.consumer.call import HandlerCall, Postponed, Result, TimedOut
 from outbox.broker.consumer.fetch import BORN_AT, KEY, LOG_ID, MESSAGE_ID, TRANSACTION_ID, Row
+from outbox.broker.consumer.lanes import FetchedEntry, divide
 from outbox.broker.consumer.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
-from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, TimedOut, divide
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.groups import leases, redelivery, registration, send_back
@@ -41,10 +42,136 @@ from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.retry import code_wait_seconds
 from outbox.subscription import OnError, Subscription
 from outbox.utils import faults, given_up, log_context
+from outbox.utils.backoff import Backoff
 from outbox.utils.refused_connections import is_refused
 from outbox.utils.safe_text import class_name_of, printable
 
 logger = logging.getLogger(__name__)
+
+
+# -- outages ---------------------------------------------------------------------------------------
+#
+# This code distinguishes a poison message from a service that is down. If different messages fail in a row with the
+# same error, it assumes that a service is down.
+#
+# While a service is down, every message would fail until it is a dead letter. To prevent this, three failed calls in a
+# row count as an **outage** if they have the same error and no message in common. In an outage, the subscription
+# pauses, its failed messages stay in this process, and these failures do not count as attempts. After the pause, the
+# subscription runs one call at a time to test whether the outage is over. The first successful call ends the outage.
+#
+# A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
+# delays of one message together. After this longest time, failures count as attempts again, so each message finally
+# succeeds or is given up. An error whose text contains the message id is never the same as another one, so it
+# is no outage.
+
+
+_IN_A_ROW: Final = 3
+_PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
+# A handler that was not called has cost nothing but an attempt to connect, so the next attempt comes soon: after a
+# restart of the server, messages would otherwise wait for up to a minute.
+_LONGEST_BEFORE_CALLS_SECONDS: Final = 10.0
+
+
+class Outage:
+    """The consecutive failures of one subscription. Only the dispatching thread uses an `Outage`.
+
+    All times are values of time.monotonic.
+    """
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+        self._error = ""
+        # The messages of each failed call in the present series. All calls of the series failed with `_error`, and no
+        # two of them share a message.
+        self._failed: list[frozenset[Hashable]] = []
+        self._pauses = 0
+        self._began = 0.0
+        self._is_over_time = False
+        # Whether a handler has requested the length of the current pause.
+        self._asked = False
+        self.resume_at: float | None = None
+
+    @property
+    def error(self) -> str:
+        """The error of the current outage; '' if there is no outage."""
+        return self._error if self.resume_at is not None else ""
+
+    @property
+    def pauses(self) -> int:
+        """The number of pauses in the current outage; 0 if there is no outage."""
+        return self._pauses if self.resume_at is not None else 0
+
+    def admits(self, now: float, *, running: bool) -> bool:
+        """Return whether a call may be started. In an outage, one call at a time may be started after the pause."""
+        return self.resume_at is None or (now >= self.resume_at and not running)
+
+    def succeeded(self, now: float = math.inf) -> None:
+        """Record a successful call, which ends the outage and the series of failures.
+
+        A pause that a handler has requested still lasts its full time, because the successful call may have begun
+        before the request.
+        """
+        if self._asked and self.resume_at is not None and now < self.resume_at:
+            return
+        self._asked = False
+        self._error = ""
+        self._failed = []
+        self._pauses = 0
+        self._is_over_time = False
+        self.resume_at = None
+
+    def not_started(self, error: str, now: float) -> float:
+        """Record a call that failed before the handler. Return the time at which the pause ends."""
+        return self._pause(error, now, longest_seconds=_LONGEST_BEFORE_CALLS_SECONDS)
+
+    def unavailable(self, error: str, now: float, pause_seconds: float | None) -> float:
+        """Record a call whose handler has said that its service is down. Return the time at which the pause ends."""
+        return self._pause(error, now, pause_seconds)
+
+    def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
+        """Record that a call with these messages has failed.
+
+        Return the end of the pause, or None if the failure counts as an attempt.
+        """
+        if error != self._error:
+            self.succeeded(now)
+            self._error = error
+        call = frozenset(messages)
+        self._failed = [other for other in self._failed if other.isdisjoint(call)]
+        if len(self._failed) < _IN_A_ROW:
+            self._failed.append(call)
+        if self._is_over_time or (len(self._failed) < _IN_A_ROW and self.resume_at is None):
+            return None
+        if self.resume_at is None:
+            self._began = now
+        if now - self._began >= self._believed_seconds():
+            # Until a call succeeds, there are no more pauses, and every failure counts as an attempt.
+            self._is_over_time, self.resume_at = True, None
+            return None
+        return self._pause(error, now)
+
+    def _pause(
+        self, error: str, now: float, wished_seconds: float | None = None, *, longest_seconds: float = math.inf
+    ) -> float:
+        self._error = error
+        self._asked = self._asked or wished_seconds is not None
+        if self.resume_at is None:
+            self._began = now
+        elif now < self.resume_at:
+            # This call was still running when the pause began, so its failure does not start another pause.
+            self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
+            return self.resume_at
+        self._pauses += 1
+        level = self._subscription.retry.level_seconds(self._pauses)
+        pause = min(_PAUSES.pause_seconds(self._pauses), level, longest_seconds)
+        self.resume_at = now + (pause if wished_seconds is None else wished_seconds)
+        return self.resume_at
+
+    def _believed_seconds(self) -> float:
+        retry = self._subscription.retry
+        if retry.max_attempts is None:
+            return float("inf")
+        return sum(retry.delay_seconds(attempt) for attempt in range(1, retry.max_attempts))
 
 
 # -- failed attempts -------------------------------------------------------------------------------
@@ -62,7 +189,7 @@ class Failed:
     error: BaseException
 
 
-def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
+def record_failures(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
     """Record failed attempts. Each message is then finished, waits in a stopped queue, or has a new due time.
 
     The function marks a message as finished if it was sent back or made a dead letter. The function sets the due times
@@ -343,25 +470,25 @@ def _redelivery(run: Executor, subscribed: Subscribed, item: FetchedEntry) -> Re
     return Redelivery(item.row[LOG_ID], _retry_queue(run, group, topic_id), item.retries)
 
 
-def settle_left(run: Executor, work: HandlerCall, result: Result, outage: Outage) -> None:
+def record_left(run: Executor, work: HandlerCall, result: Result, outage: Outage) -> None:
     """Record the result of a call whose message has left its queue.
 
     If the result is not recorded, the message is delivered again when its claim has ended. Then the inbox knows whether
     it is done.
     """
     faults.point("claim.before_settle")
-    _settle_left(run, work, result, work.redelivery, outage)
+    _record_left(run, work, result, work.redelivery, outage)
     faults.point("claim.after_settle")
 
 
-def _settle_left(run: Executor, work: HandlerCall, result: Result, place: Redelivery | None, outage: Outage) -> None:
+def _record_left(run: Executor, work: HandlerCall, result: Result, place: Redelivery | None, outage: Outage) -> None:
     if isinstance(result, Disposition):
         outage.succeeded(time.monotonic())
         if place is not None:
             redelivery.postpone(run, place, seconds=0.0, is_claimed=False)
     elif isinstance(result, BaseException) and not isinstance(result, LeaseLost):
         if place is not None:
-            _settle_failure(run, work, result, place, outage)
+            _record_failure(run, work, result, place, outage)
         else:
             _report_uncounted(work, result)
     # A result of another kind says that this process ends, or that another attempt has taken the message over.
@@ -380,7 +507,7 @@ def _report_uncounted(work: HandlerCall, error: BaseException) -> None:
     )
 
 
-def _settle_failure(run: Executor, work: HandlerCall, error: BaseException, place: Redelivery, outage: Outage) -> None:
+def _record_failure(run: Executor, work: HandlerCall, error: BaseException, place: Redelivery, outage: Outage) -> None:
     [item] = work.items
     until = _outage(work, [item], error, outage)
     if until is not None:

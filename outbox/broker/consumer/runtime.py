@@ -17,6 +17,7 @@ coordinator would go on renewing the leases of queues that no thread serves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -31,12 +32,12 @@ from typing import Final, Protocol
 import psycopg
 
 from outbox.broker.consumer import running_calls
+from outbox.broker.consumer.call import Caller, HandlerCall
 from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.consumer.running_calls import RunningCalls
-from outbox.broker.consumer.work import HandlerCall
-from outbox.broker.consumer.worker_pool import STUCK_LIMIT, Caller
+from outbox.broker.consumer.scheduler import STUCK_LIMIT
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -121,6 +122,8 @@ class WakeUp:
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
+# The loop beats at this interval (seconds), and after each failure.
+_BEAT_SECONDS: Final = 0.5
 # A rolling deployment should have ended the processes with another mode or filter within this time. After this time,
 # the condition `process_failing` names the waiting process.
 INCONSISTENT_SECONDS: Final = 300.0
@@ -237,12 +240,12 @@ class ConsumerSession:
         )
 
     @property
-    def is_outdated(self) -> bool:
-        """Whether the process needs a new session.
+    def has_to_end(self) -> bool:
+        """Whether too many handlers hang, or the process needs a new session.
 
         A new session is needed if the broker was restored to a time before the registration of this session.
         """
-        return self._ownership.is_outdated
+        return self._ownership.is_outdated or self.dispatcher.hung != ""
 
     def bound(self) -> None:
         """From now on, fetch only the messages that are in the queues now."""
@@ -253,12 +256,14 @@ class ConsumerSession:
 
         If `patient` is true, the loop pauses after a database error, and then tries again.
         """
-        failures = 0
+        failures, beat_at = 0, 0.0
         while True:
             try:
                 self._step()
-                heartbeat.beat(ready=True)
-                self._note.worked()
+                if (now := time.monotonic()) >= beat_at:
+                    heartbeat.beat(ready=True)
+                    self._note.worked()
+                    beat_at = now + _BEAT_SECONDS
                 if until():
                     return
                 self._wait(self._polled_at + self._poll_seconds - time.monotonic())
@@ -269,7 +274,7 @@ class ConsumerSession:
                 self._disconnect()
                 if until():
                     return
-                failures += 1
+                failures, beat_at = failures + 1, 0.0
                 heartbeat.beat(ready=False)
                 self._note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
@@ -333,7 +338,8 @@ class ConsumerSession:
             if queued in self._announcements.of_others:
                 # Another leader may have appended entries after the fetch of this tick.
                 ahead.forget()
-            self._note_announcements(arrived)
+            if arrived:
+                self._note_announcements(arrived)
 
     def _wait(self, longest: float) -> None:
         """Wait until a wake-up or a notification arrives, or until work is due."""
@@ -344,8 +350,8 @@ class ConsumerSession:
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
         if self._announcements is None or (session_task is not None and session_task.is_gathering):
             self.wake_up.wait(seconds)
-        else:
-            self._note_announcements(self._announcements.wait(seconds, self.wake_up.socket))
+        elif arrived := self._announcements.wait(seconds, self.wake_up.socket):
+            self._note_announcements(arrived)
         self.wake_up.clear()
 
     def _note_announcements(self, arrived: Mapping[str, Collection[str]]) -> None:
@@ -455,10 +461,9 @@ class ConsumerRuntime:
 
     This class implements outbox.ports.Consumers. If this process crashes or freezes, other processes take over its
     queues after `lease_seconds`. `session_task` is work that `run` does besides consuming (outbox.broker.leading). With
-    `share`, up to `sharing_calls` calls of a subscription may share a transaction
-    (outbox.broker.consumer.shared_calls). The subscriptions share `threads` handler threads
-    (outbox.broker.consumer.worker_pool); None: each has its own. `claim` calls the handlers with effects="outside"; a
-    draining process waits `claims_seconds` for these handlers.
+    `share`, up to `sharing_calls` calls of a subscription may share a transaction (outbox.broker.consumer.call). The
+    subscriptions share `threads` handler threads (outbox.broker.consumer.scheduler); None: each has its own. `claim`
+    calls the handlers with effects="outside"; a draining process waits `claims_seconds` for these handlers.
     """
 
     def __init__(
@@ -481,17 +486,23 @@ class ConsumerRuntime:
         _check(subscriptions)
         self._database = database
         self._subscriptions = list(subscriptions)
-        self._invoker = invoker
-        self._codecs = codecs or Codecs()
-        self._lease_seconds = lease_seconds
         self._session_task = session_task
-        self._share = share
-        self._claim = claim
-        self._claims_seconds = claims_seconds
-        self._sharing_calls = sharing_calls if share is not None else 1
-        self._threads = threads
         groups = sorted({subscription.group for subscription, _ in subscriptions})
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
+        self._make_session = functools.partial(
+            ConsumerSession,
+            database,
+            self._register,
+            invoker=invoker,
+            codecs=codecs or Codecs(),
+            lease_seconds=lease_seconds,
+            note=self._note,
+            share=share,
+            sharing_calls=sharing_calls if share is not None else 1,
+            threads=threads,
+            claim=claim,
+            claims_seconds=claims_seconds,
+        )
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set.
@@ -546,7 +557,7 @@ class ConsumerRuntime:
         """Consume until `stop` is set, too many handlers hang, or the process has to register again."""
         with woken_by(stop, session.wake_up):
             session.coordinator.start()
-            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung) or session.is_outdated)
+            session.loop(until=lambda: stop.is_set() or session.has_to_end)
         hung = "" if stop.is_set() else session.dispatcher.hung
         if hung:
             logger.error("%s: this process gives up its queues, finishes the calls that do not hang, and ends", hung)
@@ -581,21 +592,7 @@ class ConsumerRuntime:
         self, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
     ) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
-            return ConsumerSession(
-                self._database,
-                self._register,
-                invoker=self._invoker,
-                codecs=self._codecs,
-                lease_seconds=self._lease_seconds,
-                session_task=session_task,
-                note=self._note,
-                noted_in=noted_in,
-                share=self._share,
-                sharing_calls=self._sharing_calls,
-                threads=self._threads,
-                claim=self._claim,
-                claims_seconds=self._claims_seconds,
-            )
+            return self._make_session(session_task=session_task, noted_in=noted_in)
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
         install.check_schema(run.connection, run.schema)

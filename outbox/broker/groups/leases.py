@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from uuid import UUID
 
@@ -34,7 +35,7 @@ QueueKey = tuple[int, int]
 def _clock() -> Callable[[], float]:
     """Return a clock that never goes back and, if the system has such a clock, also counts while the machine sleeps."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic if boottime is None else lambda: time.clock_gettime(boottime)
+    return time.monotonic if boottime is None else partial(time.clock_gettime, boottime)
 
 
 lease_clock: Final = _clock()

@@ -33,7 +33,7 @@ class KeyOrder:
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
     # The keys with held messages that may no longer have to wait. The next `release` checks these keys.
-    _unsettled: set[Key] = field(default_factory=set)
+    _releasable: set[Key] = field(default_factory=set)
 
     @property
     def is_idle(self) -> bool:
@@ -62,12 +62,12 @@ class KeyOrder:
             heapq.heappush(self._open_by_key.setdefault(key, []), log_id)
             self._note_blocker(key)
 
-    def settle(self, log_ids: Iterable[int]) -> None:
+    def close(self, log_ids: Iterable[int]) -> None:
         """Remove rows that no longer block a message, because they are decided or released."""
         for log_id in log_ids:
             opened = self._open.pop(log_id, None)
             if opened is not None:
-                self._unsettled.add(opened[0])
+                self._releasable.add(opened[0])
                 self._note_blocker(opened[0])
 
     def hold(self, log_id: int, key: Key, now: float) -> None:
@@ -79,7 +79,7 @@ class KeyOrder:
 
     def reconsider(self) -> None:
         """Make the next `release` check all held messages, because this process has just taken over."""
-        self._unsettled.update(self._held_by_key)
+        self._releasable.update(self._held_by_key)
 
     def must_wait(self, log_id: int, key: Key) -> bool:
         """Return whether an earlier message of the same key is open or held."""
@@ -96,7 +96,7 @@ class KeyOrder:
     def release(self, limit: int) -> list[int]:
         """Take up to `limit` held messages that are no longer blocked."""
         released: list[int] = []
-        for key in list(self._unsettled):
+        for key in list(self._releasable):
             held = self._held_by_key.get(key, [])
             first = self._first_open(key)
             while held and len(released) < limit and (first is None or held[0] < first):
@@ -106,13 +106,13 @@ class KeyOrder:
                 self._waiting_since.pop(key, None)
             if len(released) >= limit:
                 return released
-            self._unsettled.discard(key)
+            self._releasable.discard(key)
         return released
 
     @property
     def has_releasable(self) -> bool:
         """Whether the limit of `release` has left keys unchecked."""
-        return bool(self._unsettled)
+        return bool(self._releasable)
 
     def new_blockers(self) -> list[UUID]:
         """Return the transactions that now block keys with held messages.

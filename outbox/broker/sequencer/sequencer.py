@@ -391,14 +391,14 @@ class Sequencer:
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
             "life": state.life.bytes.hex().encode(),
-            "fifo_topics": _array(state.fifo_topics),
+            "fifo_topics": _array(state.fifo_topics) if state.fifo_topics else _EMPTY,
             "parked": state.newest_parked,
-            "is_waiting": _boolean(not state.order.is_idle),
-            "is_asking": _boolean(asks),
-            "is_full": _boolean((state.tick_id + 1) % FULL_EVERY == 0),
-            "has_looked": _boolean(plan.has_looked),
-            "hold": _array(plan.hold),
-            "release": _array(plan.release),
+            "is_waiting": _BOOLEAN[not state.order.is_idle],
+            "is_asking": _BOOLEAN[asks],
+            "is_full": _BOOLEAN[(state.tick_id + 1) % FULL_EVERY == 0],
+            "has_looked": _BOOLEAN[plan.has_looked],
+            "hold": _array(plan.hold) if plan.hold else _EMPTY,
+            "release": _array(plan.release) if plan.release else _EMPTY,
         }
         return trip.send(_TICK, parameters)
 
@@ -414,7 +414,7 @@ class Sequencer:
         announced = {
             "tick_id": b"%d" % state.tick_id,
             "channel": Channel.QUEUED.name_in(self._schema).encode(),
-            "names_queues": _boolean(state.names_queues),
+            "names_queues": _BOOLEAN[state.names_queues],
         }
         announce = trip.send(_ANNOUNCE, announced)
         found, error = trip.finish_all()
@@ -438,9 +438,9 @@ class Sequencer:
         return {
             "snapshot": state.snapshot.text.encode(),
             "xmax": b"%d" % state.snapshot.xmax,
-            "xip": _array(state.snapshot.in_progress),
+            "xip": _array(state.snapshot.in_progress) if state.snapshot.in_progress else _EMPTY,
             "half_xmax": b"%d" % state.half_snapshot.xmax,
-            "half_xip": _array(state.half_snapshot.in_progress),
+            "half_xip": _array(state.half_snapshot.in_progress) if state.half_snapshot.in_progress else _EMPTY,
             "due_from": state.due_from,
             "batch": b"%d" % self._batch,
         }
@@ -466,8 +466,8 @@ class Sequencer:
                 order.open(log_id, (topic_id, key), transaction_id)
         # First add all decisions that this tick reads. Otherwise a message could wait for an earlier message
         # although the same tick reads the decision of that earlier message.
-        order.settle(log_id for what, log_id, *_ in messages if what in "cr")
-        order.settle(let_go)
+        order.close(log_id for what, log_id, *_ in messages if what in "cr")
+        order.close(let_go)
         plan = _Plan(has_looked=True, release=order.release(self._batch))
         if order.is_idle:
             return plan
@@ -511,5 +511,5 @@ def _array(values: Sequence[int]) -> bytes:
     return b"{%s}" % ",".join(map(str, values)).encode()
 
 
-def _boolean(value: bool) -> bytes:
-    return b"true" if value else b"false"
+_EMPTY: Final = b"{}"
+_BOOLEAN: Final = {False: b"false", True: b"true"}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.consumer.work import Result
+from outbox.broker.consumer.call import Result
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity

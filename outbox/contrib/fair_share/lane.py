@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from outbox.broker.consumer.fetch import HEADERS
-from outbox.broker.consumer.round_robin import NamedQueue, RoundRobinLane
-from outbox.broker.consumer.work import FetchedEntry
+from outbox.broker.consumer.lanes import FetchedEntry, NamedQueue, RoundRobinLane
 from outbox.contrib.fair_share.declaration import FairShare
 
 # Only so many characters of a tenant count, as in a key, because the lane keeps the tenant of each message in memory.

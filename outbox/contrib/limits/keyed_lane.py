@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Final
 
-from outbox.broker.consumer.round_robin import NamedQueue, RoundRobinLane
-from outbox.broker.consumer.work import FetchedEntry
+from outbox.broker.consumer.lanes import FetchedEntry, NamedQueue, RoundRobinLane
 from outbox.contrib.limits.declaration import Limits
 
 # If another instance holds all slots of a key, this instance asks again after this time (seconds).
@@ -33,7 +32,7 @@ _NO_SLOTS: Final[frozenset[int]] = frozenset()
 
 
 class _Key(NamedQueue):
-    """The messages of one key. `running`: calls that are not settled. `slots`: the numbers of the slots held here.
+    """The messages of one key. `running`: calls that have not ended. `slots`: the numbers of the slots held here.
 
     `usable`: how many of these numbers the present limit allows.
     `yields`: the key starts no call with its present slots, so that another key or another instance has a turn.
@@ -78,10 +77,10 @@ class KeyedLane(RoundRobinLane[_Key]):
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the message of the next call; an empty list if no message may be handled now."""
-        if self._later or self._denied:
+        if self.later or self._denied:
             self.wake(now)
-        while self._ready:
-            key = self._ready.popleft()
+        while self.ready:
+            key = self.ready.popleft()
             key.is_ready = False
             if key.items and key.may_start:
                 key.running += 1
@@ -93,12 +92,12 @@ class KeyedLane(RoundRobinLane[_Key]):
             self._note_spare(key, now)
         return []
 
-    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
 
         A later `take` returns the items in `again` when they are due.
         """
-        super().settle(items, again)
+        super().end(items, again)
         now = time.monotonic()
         for item in items:
             key = self.named(item.key)
@@ -108,7 +107,7 @@ class KeyedLane(RoundRobinLane[_Key]):
                     key.yields = True
                     self._deny(key, now + _YIELD_SECONDS)
                 self._urgent[key] = None
-            elif len(self._ready) >= _MOST_READY and self._asking and key.items and not key.is_ready:
+            elif len(self.ready) >= _MOST_READY and self._asking and key.items and not key.is_ready:
                 key.yields = True
                 self._ask(key)
                 self._urgent[key] = None
@@ -121,7 +120,7 @@ class KeyedLane(RoundRobinLane[_Key]):
 
         A key without messages may still be in the list of denied keys; its time has no effect.
         """
-        times = [entries[0][0] for entries in (self._later, self._denied) if entries]
+        times = [entries[0][0] for entries in (self.later, self._denied) if entries]
         return min(times, default=None)
 
     def wake(self, now: float) -> None:
@@ -137,7 +136,7 @@ class KeyedLane(RoundRobinLane[_Key]):
     def startable(self, most: int) -> int:
         """Return how many messages could start if the asking keys got their slots, at most `most`."""
         count = 0
-        for key in chain(self._ready, self._asking):
+        for key in chain(self.ready, self._asking):
             if count >= most:
                 break
             free = self.per_key - key.running if key.name else most
@@ -165,12 +164,7 @@ class KeyedLane(RoundRobinLane[_Key]):
     @property
     def room(self) -> int:
         """How many keys may ask now without holding slots that they cannot use soon."""
-        return _MOST_READY - len(self._ready)
-
-    @property
-    def ready(self) -> int:
-        """The number of keys that may start a call."""
-        return len(self._ready)
+        return _MOST_READY - len(self.ready)
 
     def grant(self, asked: Iterable[str], taken: Mapping[str, set[int]], now: float) -> None:
         """Store the slots that were taken for the keys of `asks`. A key that got none asks again later."""
@@ -271,14 +265,14 @@ class KeyedLane(RoundRobinLane[_Key]):
     @property
     def is_blocked(self) -> bool:
         """Whether messages wait for slots of their keys."""
-        return self.waiting > 0 and not self._ready
+        return self.waiting > 0 and not self.ready
 
     # -- turns ----------------------------------------------------------------------------------
 
     def _schedule_again(self, keys: Collection[_Key]) -> None:
         """Schedule these keys, whose slots or limit have changed."""
         if keys:
-            ready, self._ready = self._ready, deque()
+            ready, self.ready = self.ready, deque()
             for key in ready:
                 # A key that has lost its slots asks for slots now, and not after its turn.
                 key.is_ready = False
@@ -292,7 +286,7 @@ class KeyedLane(RoundRobinLane[_Key]):
             return
         if named.may_start:
             named.is_ready = True
-            self._ready.append(named)
+            self.ready.append(named)
         elif named.usable < self.per_key and not named.is_denied:
             self._ask(named)
 

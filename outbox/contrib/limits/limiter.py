@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.consumer.lanes import FetchedEntry, Lane
 from outbox.broker.consumer.owned_queue import AdmissionLease, Subscribed
-from outbox.broker.consumer.work import FetchedEntry, Lane
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.scheduler import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.contrib.limits import slots
 from outbox.contrib.limits.declaration import Limits
@@ -53,7 +53,9 @@ class Limiter:
     Only the dispatching thread uses a `Limiter`.
     """
 
-    def __init__(self, declared: Limits, subscribed: Subscribed, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
+    def __init__(
+        self, declared: Limits, subscribed: Subscribed, calls: SubscriptionCalls, lanes: Sequence[Lane]
+    ) -> None:
         assert subscribed.admission_lease is not None
         self._key: Final = subscribed.key
         self._threads: Final = subscribed.subscription.threads
@@ -61,7 +63,7 @@ class Limiter:
         self._claims: Final = subscribed.claims
         self._lease: Final[AdmissionLease] = subscribed.admission_lease
         self._declared: Final = declared
-        self._pool: Final = pool
+        self._calls: Final = calls
         self._lanes: Final = lanes
         self._keyed: Final = next((lane for lane in lanes if isinstance(lane, KeyedLane)), None)
         self.limits = declared
@@ -89,7 +91,7 @@ class Limiter:
         # slots at the end of the last `prepare`.
         self._may_start = False
         self._is_trusted = False
-        pool.allow(0)
+        calls.allow(0)
 
     # -- the dispatching thread -----------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Limiter:
         self._may_start = may_start
         # A message that waits for its key wants one thread: if the process wanted none, it would withdraw its demand.
         startable = max(self._startable, min(1, self.waiting)) if may_start else 0
-        self._peak = max(self._peak, min(self._threads, self._pool.in_hand + startable))
+        self._peak = max(self._peak, min(self._threads, self._calls.in_hand + startable))
         if self._peak and not self._is_known:
             self._renew_at = now
         if self._is_known or self._peak:
@@ -142,7 +144,7 @@ class Limiter:
         times: list[float] = []
         if self._is_known:
             times.append(self._renew_at)
-        if self._may_start and self.limits.rate is not None and self._pool.room > 0 and self._startable:
+        if self._may_start and self.limits.rate is not None and self._calls.room > 0 and self._startable:
             times.append(self._tokens[0] if self._tokens else now)
         return min(times, default=None)
 
@@ -152,7 +154,7 @@ class Limiter:
         self._lease.trusted_until = 0.0
         self._is_trusted = False
         self._numbers.clear()
-        self._pool.allow(0)
+        self._calls.allow(0)
         if self._keyed is not None:
             self._keyed.hold({})
         self._is_known = False
@@ -172,8 +174,8 @@ class Limiter:
     # -- slots ----------------------------------------------------------------------------------
 
     def _renew(self, run: Executor, instance: UUID, now: float, term_seconds: float) -> None:
-        # An abandoned call has left the pool, but its handler still runs in its slot.
-        if self._is_known and not (self._peak or self._pool.in_hand or self._pool.running):
+        # An abandoned call is no call of this process any more, but its handler still runs in its slot.
+        if self._is_known and not (self._peak or self._calls.in_hand or self._calls.running):
             self._leave(run, instance)
             return
         if now >= self._declare_at:
@@ -247,11 +249,11 @@ class Limiter:
     def _keep_share(self, run: Executor, instance: UUID) -> None:
         """Let as many calls run as this process has slots, and release the slots above its share."""
         if self.limits.running is None:
-            self._pool.allow(None)
+            self._calls.allow(None)
             return
         valid = self._valid
         allowed = min(self._share, len(valid))
-        running = self._pool.allow(allowed)
+        running = self._calls.allow(allowed)
         surplus = len(self._numbers) - max(allowed, running)
         if surplus > 0:
             released = sorted(self._numbers, reverse=True)[:surplus]
@@ -260,7 +262,7 @@ class Limiter:
 
     def _leave(self, run: Executor, instance: UUID) -> None:
         """Release all slots, because this process has had no message of the subscription since the last renewal."""
-        self._pool.allow(0)
+        self._calls.allow(0)
         self._share = 0
         held = [(ALL_KEYS, number) for number in self._numbers]
         if self._keyed is not None:
@@ -279,8 +281,8 @@ class Limiter:
         self._waiting_for = reason
         return Demand(
             wanted=self._peak,
-            in_use=self._pool.running,
-            waiting=waiting + self._pool.waiting_for_admission,
+            in_use=self._calls.running,
+            waiting=waiting + self._calls.waiting_for_admission,
             waiting_for=reason,
             waiting_seconds=now - self._waiting_since if reason else None,
             keys=self._keyed.denied if self._keyed is not None else (),
@@ -288,11 +290,11 @@ class Limiter:
 
     def _reason(self, now: float) -> str:
         """Return the name of the limit for which messages wait; '' if none waits for a limit."""
-        if not self._is_known or not (self.waiting or self._pool.waiting_for_admission):
+        if not self._is_known or not (self.waiting or self._calls.waiting_for_admission):
             return ""
-        if self.limits.running is not None and self._pool.usable_threads < self._peak:
+        if self.limits.running is not None and self._calls.usable_threads < self._peak:
             return "running"
-        if self.limits.rate is not None and self._pool.room > 0 and not self._has_token(now):
+        if self.limits.rate is not None and self._calls.room > 0 and not self._has_token(now):
             return "rate"
         return "per_key" if self._keyed is not None and self._keyed.is_blocked else ""
 
@@ -308,7 +310,7 @@ class Limiter:
         tokens = self._tokens
         while tokens and tokens[0] < now - _TOKEN_SECONDS:
             tokens.popleft()
-        room = max(1, self._pool.room)
+        room = max(1, self._calls.room)
         startable = sum(lane.startable(room) for lane in self._lanes)
         missing = min(startable, room) - len(tokens)
         if self._debt or (missing > 0 and (not tokens or tokens[-1] < now + LEAD_SECONDS / 2)):
@@ -334,7 +336,7 @@ class Limiter:
             self._release_at = now + _RELEASE_SECONDS
             if spare := lane.spare(now):
                 slots.release(run, self._key, instance, spare)
-        most = lane.room if self._pool.room > 0 else 0
+        most = lane.room if self._calls.room > 0 else 0
         if most > 0 and self._has_token(now) and (asked := lane.asks(most)):
             taken: dict[str, set[int]] = {}
             try:

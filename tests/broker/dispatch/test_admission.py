@@ -10,9 +10,9 @@ from uuid import UUID, uuid4
 import pytest
 
 from outbox import hooks
+from outbox.broker.consumer.lanes import FetchedEntry, Lane
 from outbox.broker.consumer.owned_queue import Subscribed
-from outbox.broker.consumer.work import FetchedEntry, Lane
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.scheduler import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.leases import lease_clock
@@ -39,7 +39,7 @@ class After(SubscriptionOption):
 class Opening:
     """The admission of `After`."""
 
-    def __init__(self, option: After, subscribed: Subscribed, pool: WorkerPool, lanes: Sequence[Lane]) -> None:
+    def __init__(self, option: After, subscribed: Subscribed, pool: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
         assert subscribed.admission_lease is not None
         self._option, self._lease, self._lanes = option, subscribed.admission_lease, lanes
         pool.allow(None)

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from outbox.broker.consumer.calls import Outage
+from outbox.broker.consumer.results import Outage
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import dead_letters
 from outbox.errors import HandlerNotStarted, PermanentError

@@ -76,6 +76,14 @@ def pause(queue: OwnedQueue) -> None:
     queue.group.paused = True
 
 
+def fill(queue: OwnedQueue) -> None:
+    queue.buffered += 10_000
+
+
+def end_before_the_first(queue: OwnedQueue) -> None:
+    queue.end = 0
+
+
 def resume_earlier(queue: OwnedQueue) -> None:
     queue.fetched(7, more=False)
 
@@ -88,8 +96,8 @@ def resume_earlier(queue: OwnedQueue) -> None:
         lambda queue: queue.drain(start_until=0.0),
         pause,
         resume_earlier,
-        lambda queue: queue.buffer(10_000),
-        lambda queue: queue.bound(0),
+        fill,
+        end_before_the_first,
     ],
     ids=["lost", "stopped", "drained", "paused", "fetched again", "full", "bounded"],
 )

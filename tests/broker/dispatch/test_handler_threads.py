@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
 from outbox.subscription import Subscription, threads_of
 from tests.support import eventually
 
@@ -19,7 +19,7 @@ def subscriptions(*threads: int) -> list[Subscription]:
 
 
 class Call:
-    """As much of a call as the pool looks at. It runs until `release`."""
+    """As much of a call as the scheduler looks at. It runs until `release`."""
 
     def __init__(self, name: str, *, is_quick: bool = False) -> None:
         self.name, self.is_given_up = name, False
@@ -29,18 +29,16 @@ class Call:
 
 
 class Process:
-    """The pools of a process, and which calls ran."""
+    """The subscriptions of a process, and which calls ran."""
 
     def __init__(self, known: Sequence[Subscription], most: int | None) -> None:
-        self.threads = HandlerThreads(known, most)
-        self.pools = [
-            WorkerPool(one.topic, one.threads, self._run, shared_threads=self.threads, batches=False) for one in known
-        ]
+        self.threads = Scheduler(known, self._run, most)
+        self.pools = [SubscriptionCalls(one.topic, one.threads, self.threads.lock) for one in known]
         self.calls: list[Call] = []
         self.ran: list[str] = []
         self.in_threads: dict[int, set[str]] = {}
 
-    def _run(self, call: Any, pool: WorkerPool) -> None:
+    def _run(self, call: Any, *_: object) -> None:
         self.in_threads.setdefault(threading.get_ident(), set()).add(call.name)
         self.ran.append(call.name)
         call.has_begun.set()
@@ -49,7 +47,7 @@ class Process:
     def submit(self, place: int, *, is_quick: bool = False) -> Call:
         call = Call(f"t{place}", is_quick=is_quick)
         self.calls.append(call)
-        self.pools[place].submit(call)  # type: ignore[arg-type]
+        self.threads.submit(self.pools[place], call)  # type: ignore[arg-type]
         return call
 
     @property
@@ -107,10 +105,10 @@ def test_a_thread_whose_handler_hangs_is_replaced(processes: list[Process]) -> N
     waiting = process.submit(1, is_quick=True)
     assert not waiting.has_begun.wait(0.1)
     hanging.is_given_up = True
-    process.pools[0].replace_stuck()
+    process.threads.replace(process.pools[0])
     assert waiting.has_begun.wait(10)
     hanging.release.set()
-    process.pools[0].unstuck()
+    process.threads.unstuck(process.pools[0])
     assert process.submit(0, is_quick=True).has_begun.wait(10)
     eventually(lambda: sum(one.name.startswith(("t0-", "t1-")) for one in threading.enumerate()) == 1)
 
@@ -129,7 +127,7 @@ def test_how_many_threads_a_process_has() -> None:
 def test_after_a_burst_one_thread_gets_every_call_and_the_others_end(
     processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.5)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.IDLE_SECONDS", 0.5)
     process = Process(subscriptions(8), 8)
     processes.append(process)
     burst = [process.submit(0) for _ in range(5)]

@@ -9,8 +9,7 @@ import pytest
 from outbox import hooks
 from outbox.broker.consumer import runtime
 from outbox.broker.consumer.fetch import LARGEST_BUFFERED_BODY
-from outbox.broker.consumer.round_robin import NamedQueue, RoundRobinLane
-from outbox.broker.consumer.work import FetchedEntry
+from outbox.broker.consumer.lanes import FetchedEntry, NamedQueue, RoundRobinLane
 from outbox.errors import InvalidSubscription
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, Subscription, SubscriptionOption

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from outbox.broker.consumer.lanes import KeyOrderedLane
 from outbox.broker.consumer.owned_queue import OwnedQueue
-from outbox.broker.consumer.work import KeyOrderedLane
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import dead_letters, progress
 from outbox.errors import PermanentError, RetryLater
@@ -197,18 +197,18 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
     steps.publish(messages)
     lanes: list[KeyOrderedLane] = []
     most: list[int] = []
-    original = KeyOrderedLane.settle
+    original = KeyOrderedLane.end
 
     class Watching(KeyOrderedLane):
         """Looks at what is kept in memory."""
 
-        def settle(self, items: Any, again: Any) -> None:
+        def end(self, items: Any, again: Any) -> None:
             lanes.append(self)
             original(self, items, again)
             queues: set[OwnedQueue] = {item.queue for serial in self._serials.values() for item in serial.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    monkeypatch.setattr("outbox.broker.consumer.calls.KeyOrderedLane", Watching)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.KeyOrderedLane", Watching)
     with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
         eventually(lambda: len(harness.handled["good"]) == 100)
         assert max(most) < 400

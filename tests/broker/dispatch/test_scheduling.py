@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
 from outbox.subscription import Subscription
 from tests.support import eventually
 
@@ -18,25 +18,24 @@ from tests.support import eventually
 class Call:
     """As much of a call as the pool looks at."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.is_given_up, self.release = number, False, threading.Event()
+    def __init__(self, pool: SubscriptionCalls, number: int) -> None:
+        self.pool, self.number, self.is_given_up, self.release = pool, number, False, threading.Event()
 
 
 class Process:
-    """Pools of `threads` threads each, which share `most` threads. Calls run until `release`, or for `seconds`."""
+    """Subscriptions with `threads` threads each, which share `most`. Calls run until `release`, or for `seconds`."""
 
     def __init__(self, *threads: int, most: int, seconds: float | None = None) -> None:
         known = [Subscription(topic=f"t{n}", group="g", threads=each) for n, each in enumerate(threads)]
-        self.threads, self._seconds = HandlerThreads(known, most), seconds
-        self.pools = [
-            WorkerPool(one.topic, one.threads, self._run, shared_threads=self.threads, batches=False) for one in known
-        ]
-        self.running: Counter[WorkerPool] = Counter()
-        self.most: Counter[WorkerPool] = Counter()
+        self.threads, self._seconds = Scheduler(known, self._run, most), seconds
+        self.pools = [SubscriptionCalls(one.topic, one.threads, self.threads.lock) for one in known]
+        self.running: Counter[SubscriptionCalls] = Counter()
+        self.most: Counter[SubscriptionCalls] = Counter()
         self.began: list[int] = []
         self._lock = threading.Lock()
 
-    def _run(self, call: Any, pool: WorkerPool) -> None:
+    def _run(self, call: Any, *_: object) -> None:
+        pool = call.pool
         with self._lock:
             self.began.append(call.number)
             self.running[pool] += 1
@@ -48,34 +47,39 @@ class Process:
         with self._lock:
             self.running[pool] -= 1
 
-    def submit(self, pool: WorkerPool, number: int) -> Call:
-        call = Call(number)
-        pool.submit(call)  # type: ignore[arg-type]
+    def allow(self, pool: SubscriptionCalls, number: int | None) -> int:
+        running = pool.allow(number)
+        self.threads.spread(pool)
+        return running
+
+    def submit(self, pool: SubscriptionCalls, number: int) -> Call:
+        call = Call(pool, number)
+        self.threads.submit(pool, call)  # type: ignore[arg-type]
         return call
 
 
 def test_an_admission_lets_calls_start_and_keeps_others() -> None:
     process = Process(4, most=4)
     [pool] = process.pools
-    assert pool.allow(1) == 0
+    assert process.allow(pool, 1) == 0
     calls = [process.submit(pool, number) for number in range(4)]
     eventually(lambda: process.began == [0])
     assert (pool.waiting_for_admission, pool.running, pool.is_closed) == (3, 1, False)
-    pool.allow(2)
+    process.allow(pool, 2)
     eventually(lambda: process.began == [0, 1])
     # A call that has ended lets the next one start, and an abandoned one does not while its handler runs.
     calls[0].release.set()
     eventually(lambda: process.began == [0, 1, 2])
     calls[1].is_given_up = True
-    pool.replace_stuck()
+    process.threads.replace(pool)
     assert (pool.running, pool.waiting_for_admission) == (2, 1)
     calls[1].release.set()
-    pool.unstuck()
+    process.threads.unstuck(pool)
     eventually(lambda: process.began == [0, 1, 2, 3])
-    assert pool.allow(0) == 2
+    assert process.allow(pool, 0) == 2
     waiting: object = process.submit(pool, 4)
     assert pool.is_closed
-    assert list[object](pool.withdraw()) == [waiting]
+    assert list[object](process.threads.withdraw(pool)) == [waiting]
     for call in calls:
         call.release.set()
     eventually(lambda: pool.running == 0)
@@ -89,16 +93,16 @@ def test_each_call_runs_once_whatever_changes_meanwhile() -> None:
         pool = chance.choice(process.pools)
         process.submit(pool, number)
         if chance.random() < 0.2:
-            pool.allow(chance.choice([0, 1, 2, None]))
+            process.allow(pool, chance.choice([0, 1, 2, None]))
         if chance.random() < 0.05:
             time.sleep(0.003)
     for pool in process.pools:
-        pool.allow(None)
+        process.allow(pool, None)
     eventually(lambda: len(process.began) == 1500)
     assert sorted(process.began) == list(range(1500))
     assert all(process.most[pool] <= limit for pool, limit in zip(process.pools, (3, 2, 4), strict=True))
-    eventually(lambda: [(pool.serving, len(pool.calls)) for pool in process.pools] == [(0, 0)] * 3)
-    assert not process.threads.waiting
+    eventually(lambda: [(pool.serving, len(pool.waiting)) for pool in process.pools] == [(0, 0)] * 3)
+    assert not process.threads._queue
     process.threads.stop(within_seconds=5)
 
 

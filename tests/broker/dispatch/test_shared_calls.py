@@ -15,11 +15,9 @@ import pytest
 
 from outbox import ports
 from outbox.broker.consumer import running_calls
-from outbox.broker.consumer.calls import Calls
+from outbox.broker.consumer.call import SHORT_SECONDS, Caller, HandlerCall, SharedCalls, Sharing
 from outbox.broker.consumer.running_calls import RunningCalls
-from outbox.broker.consumer.shared_calls import SHORT_SECONDS, SharedCalls, Sharing
-from outbox.broker.consumer.work import HandlerCall
-from outbox.broker.consumer.worker_pool import Caller
+from outbox.broker.consumer.scheduler import Calls
 from outbox.codec import Codecs
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
@@ -253,7 +251,7 @@ def test_the_time_of_commit_does_not_count(orders: ConsumptionBench, monkeypatch
 def test_after_a_failure_calls_share_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     # Multiples of 0.5 are exact. Only this module gets the other clock.
     now = 1000.0
-    monkeypatch.setattr("outbox.broker.consumer.shared_calls.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("outbox.broker.consumer.call.time", SimpleNamespace(monotonic=lambda: now))
     sharing = Sharing(8)
     sharing.took(0.0)
     pauses = []
@@ -333,7 +331,7 @@ def test_a_call_that_ends_while_the_dispatching_thread_looks_at_its_time() -> No
 
     like = call()
     ending = Ending(like.subscribed, like.lane, [])
-    calls = Calls({})
+    calls = Calls({}, None)  # type: ignore[arg-type]
     calls._running.add(ending)
     assert calls._overdue() == [ending]
 
@@ -352,9 +350,9 @@ def test_a_replaced_thread_calls_no_further_handler(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(caller, "_call", give_up)
     monkeypatch.setattr(caller, "_run_alone", lambda work, _: alone.append(work))
-    shared = SimpleNamespace(calls=calls)
+    shared = SimpleNamespace(calls=calls, is_given_up=True)
     for one in calls:
-        one.shares = calls
+        one.shares = shared
     caller._run_shared(shared, Sharing(8))  # type: ignore[arg-type]
     assert alone == []
     assert finished == calls

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.shared_calls import SHORT_SECONDS, Sharing
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.call import SHORT_SECONDS, Sharing
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
 from outbox.message import Delivery
 from tests.broker.bench import ConsumptionBench
 from tests.broker.dispatch.test_failures import message, subscribe
@@ -26,20 +26,33 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[WorkerPool]:
-    made: list[WorkerPool] = []
-    original = WorkerPool.__init__
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[SubscriptionCalls]:
+    made: list[SubscriptionCalls] = []
+    original = SubscriptionCalls.__init__
 
-    def init(self: WorkerPool, *args: Any, **kwargs: Any) -> None:
+    def init(self: SubscriptionCalls, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(WorkerPool, "__init__", init)
+    monkeypatch.setattr(SubscriptionCalls, "__init__", init)
+    return made
+
+
+@pytest.fixture
+def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
+    made: list[Scheduler] = []
+    original = Scheduler.__init__
+
+    def init(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
     return made
 
 
 def test_a_hang_behind_a_skipped_message_charges_the_hanging_one_only(
-    orders: ConsumptionBench, pools: list[WorkerPool]
+    orders: ConsumptionBench, pools: list[SubscriptionCalls]
 ) -> None:
     release = threading.Event()
     hangs: list[int] = []
@@ -83,7 +96,7 @@ class Odd(Exception):
     code = 1
 
 
-def test_an_error_with_its_own_equality(orders: ConsumptionBench, pools: list[WorkerPool]) -> None:
+def test_an_error_with_its_own_equality(orders: ConsumptionBench, pools: list[SubscriptionCalls]) -> None:
     def handle(delivery: Delivery) -> None:
         if delivery.body["n"] == 20 and delivery.attempt == 1:
             raise Odd("x")
@@ -112,7 +125,9 @@ def test_an_error_with_its_own_equality_without_sharing(orders: ConsumptionBench
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed: int) -> None:
+def test_random_trouble(
+    orders: ConsumptionBench, pools: list[SubscriptionCalls], schedulers: list[Scheduler], seed: int
+) -> None:
     """No call is forgotten and no counter leaks, whatever handlers do."""
     import random
 
@@ -153,8 +168,8 @@ def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed:
         )
         eventually(lambda: orders.lag("g") == 0)
         eventually(lambda: (pool.serving, pool.in_hand, pool.stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
-        threads = pool.shared_threads
-        eventually(lambda: (len(pool.calls), len(threads.waiting), threads._busy) == (0, 0, 0))
+        [threads] = schedulers
+        eventually(lambda: (len(pool.waiting), len(threads._queue), threads._busy) == (0, 0, 0))
         eventually(lambda: threads._alive == sum(thread.is_alive() for thread in threads._started))
     charged = {
         int(n)

@@ -8,10 +8,10 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.consumer.calls import Calls, SubscriptionRunner
+from outbox.broker.consumer.call import HandlerCall
+from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
-from outbox.broker.consumer.work import FetchedEntry, HandlerCall
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionRunner
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery
@@ -33,10 +33,11 @@ class Line:
             Lease((1, 1), 1, lease_clock() + 60, UUID(int=0)), self.group, self.subscribed, "t/0", Position(0, 0)
         )
         self.over = threading.Event()
-        self.runner = SubscriptionRunner(self.subscribed, self._run)
-        self.calls = Calls({self.subscribed.key: self.runner})
+        self.scheduler = Scheduler([subscription], self._run)
+        self.runner = SubscriptionRunner(self.subscribed, self.scheduler)
+        self.calls = Calls({self.subscribed.key: self.runner}, self.scheduler)
 
-    def _run(self, _: HandlerCall, pool: WorkerPool) -> None:
+    def _run(self, *_: object) -> None:
         self.over.wait(60)
 
     def submitted(self) -> HandlerCall:
@@ -51,11 +52,11 @@ def _nothing(_: Delivery) -> None:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    monkeypatch.setattr("outbox.broker.consumer.calls.COLLECT_SECONDS", SOON)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.COLLECT_SECONDS", SOON)
     line = Line()
     yield line
     line.over.set()
-    line.runner.pool.shared_threads.stop(within_seconds=10)
+    line.scheduler.stop(within_seconds=10)
 
 
 def handled(work: HandlerCall) -> HandlerCall:
@@ -96,9 +97,9 @@ def test_threads_that_have_nothing_to_do_soon_wake_at_once_if_messages_wait(line
     works = [line.submitted() for _ in range(8)]
     line.calls.sleep(LONG)
     line.runner.backlog = True
-    assert line.runner.pool.waiting > 2
+    assert len(line.runner.calls.waiting) > 2
     assert not line.calls.finished(handled(works[0]))
-    line.runner.pool.withdraw()
+    line.scheduler.withdraw(line.runner.calls)
     assert line.calls.finished(handled(works[1]))
 
 
@@ -116,4 +117,4 @@ def test_an_ordered_queue_continues_at_once() -> None:
     line.calls.sleep(LONG)
     assert line.calls.finished(handled(work))
     line.over.set()
-    line.runner.pool.shared_threads.stop(within_seconds=10)
+    line.scheduler.stop(within_seconds=10)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
 from outbox.subscription import Subscription
 from tests.support import eventually
 
 
 class Call:
-    """As much of a Work as the pool looks at."""
+    """As much of a call as the scheduler looks at."""
 
     is_given_up = False
 
@@ -24,14 +24,14 @@ class Pool:
 
     def __init__(self, threads: int) -> None:
         self.ran: list[threading.Thread] = []
-        self.threads = HandlerThreads([Subscription(topic="t", group="g", threads=threads)])
-        self.pool = WorkerPool("idle-test", threads, self._run, shared_threads=self.threads, batches=False)
+        self.threads = Scheduler([Subscription(topic="t", group="g", threads=threads)], self._run)
+        self.pool = SubscriptionCalls("idle-test", threads, self.threads.lock)
 
-    def _run(self, call: Any, pool: WorkerPool) -> None:
+    def _run(self, call: Any, *_: object) -> None:
         self.ran.append(threading.current_thread())
 
     def submit(self) -> None:
-        self.pool.submit(Call())  # type: ignore[arg-type]
+        self.threads.submit(self.pool, Call())  # type: ignore[arg-type]
 
     @staticmethod
     def alive() -> int:
@@ -48,11 +48,10 @@ def four() -> Iterator[Pool]:
 
 
 def test_threads_without_work_end_and_others_take_the_next(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.IDLE_SECONDS", 0.05)
     for count in range(1, 4):
         four.submit()
         eventually(lambda count=count: len(four.ran) == count)  # type: ignore[misc]
-        four.pool.collected()
         eventually(lambda: four.alive() == 0)
     assert len(set(four.ran)) == 3
 
@@ -60,11 +59,9 @@ def test_threads_without_work_end_and_others_take_the_next(four: Pool, monkeypat
 @pytest.mark.slow
 def test_no_work_is_left_behind_by_a_thread_that_ends(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread ends the moment it finds nothing, while works are put."""
-    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("outbox.broker.consumer.scheduler.IDLE_SECONDS", 0.0)
     for count in range(1, 2001):
         four.submit()
         if count % 3 == 0:
             eventually(lambda count=count: len(four.ran) == count)  # type: ignore[misc]
-            for _ in range(3):
-                four.pool.collected()
     eventually(lambda: len(four.ran) == 2000)

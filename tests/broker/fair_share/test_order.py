@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 from outbox import hooks
 from outbox.broker.consumer import runtime
 from outbox.broker.consumer.fetch import Fetcher, Row
-from outbox.broker.consumer.work import FetchedEntry
+from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.operations import dead_letters
 from outbox.contrib.fair_share import FairShare
 from outbox.contrib.fair_share.lane import FairLane

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import OwnedQueue
-from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import changes
@@ -183,31 +183,31 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
     done = threading.Event()
 
     class Call:
-        """As much of a Work as the pool looks at."""
+        """As much of a call as the scheduler looks at."""
 
         def __init__(self, gate: threading.Event | None) -> None:
             self.gate, self.is_given_up, self.has_begun = gate, False, threading.Event()
 
-    def run(call: Any, pool: WorkerPool) -> None:
+    def run(call: Any, *_: object) -> None:
         call.has_begun.set()
         if call.gate is None:
             done.set()
         else:
             call.gate.wait(20)
 
-    threads = HandlerThreads([Subscription(topic="orders", group="g", threads=1)])
-    pool = WorkerPool("pool", 1, run, shared_threads=threads, batches=False)
+    threads = Scheduler([Subscription(topic="orders", group="g", threads=1)], run)
+    pool = SubscriptionCalls("pool", 1, threads.lock)
     stuck = [Call(gate) for gate in gates]
     for call in stuck:
-        pool.submit(call)  # type: ignore[arg-type]
+        threads.submit(pool, call)  # type: ignore[arg-type]
         assert call.has_begun.wait(10)
         call.is_given_up = True
-        pool.replace_stuck()
-    pool.submit(Call(None))  # type: ignore[arg-type]
+        threads.replace(pool)
+    threads.submit(pool, Call(None))  # type: ignore[arg-type]
     assert not done.wait(0.1)
     for gate in gates:
         gate.set()
-        pool.unstuck()
+        threads.unstuck(pool)
     assert done.wait(10)
     threads.stop(within_seconds=5)
 

@@ -9,10 +9,10 @@ from uuid import UUID, uuid4
 import pytest
 from psycopg.types.json import Jsonb
 
-from outbox.broker.consumer.calls import SubscriptionRunner
+from outbox.broker.consumer.call import NOT_STARTED, Caller, HandlerCall
+from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
-from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall
-from outbox.broker.consumer.worker_pool import Caller, WorkerPool
+from outbox.broker.consumer.scheduler import Scheduler, SubscriptionRunner
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.codec import Codecs
@@ -35,7 +35,7 @@ class Process:
         self.queue = OwnedQueue(
             Lease((1, 1), 1, lease_clock() + 600, UUID(int=0)), group, self.subscribed, "orders/0", Position(0, 0)
         )
-        self.runner = SubscriptionRunner(self.subscribed, _never)
+        self.runner = SubscriptionRunner(self.subscribed, Scheduler([self.subscribed.subscription], _never))
         assert isinstance(self.runner.admission, Limiter)
         self.limiter = self.runner.admission
         self._run, self._instance, self._offset = bench.run, uuid4(), 0
@@ -55,7 +55,7 @@ class Process:
         calls = []
         while may_start and self.runner.admits(now) and (items := self.runner.lane.take(now)):
             self.limiter.spend(items, now)
-            self.runner.pool.reserve()
+            self.runner.calls.in_hand += 1
             calls.append(HandlerCall(self.subscribed, self.runner.lane, items))
         return calls
 
@@ -67,8 +67,8 @@ class Process:
         self._run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity'")
 
     def settle(self, call: HandlerCall) -> None:
-        self.runner.pool.collected()
-        call.lane.settle(call.items, [])
+        self.runner.calls.in_hand -= 1
+        call.lane.end(call.items, [])
 
     @property
     def sleeps(self) -> bool:
@@ -82,7 +82,7 @@ def _nothing(_: Delivery) -> None:
     pass
 
 
-def _never(_: HandlerCall, __: WorkerPool) -> None:
+def _never(*_: object) -> None:
     raise AssertionError("the test starts no thread")
 
 
@@ -225,7 +225,7 @@ def test_a_call_whose_slot_is_lost_before_it_has_started_does_not_start(
     assert not any(lease.admits(call.admission_epoch) for call in before)
     caller = Caller(_fails, Codecs(), lambda call: None)
     for call in before:
-        caller.run(call, frozen.runner.pool)
+        caller.run(call, None)
         assert call.results == [NOT_STARTED]
     assert lease.admits(HandlerCall(frozen.subscribed, frozen.runner.lane, before[0].items).admission_epoch)
 

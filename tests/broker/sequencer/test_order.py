@@ -230,7 +230,7 @@ def test_model_of_key_order(steps: list[tuple[str, int, int]]) -> None:
     def tick() -> None:
         unread_now = list(unread)
         unread.clear()
-        order.settle(unread_now)
+        order.close(unread_now)
         passed = order.release(100)
         for log_id in sorted(one for one in unread_now if log[one][1] == "c"):
             if order.must_wait(log_id, (0, str(log[log_id][0]))):

@@ -19,6 +19,7 @@ attempt.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -26,7 +27,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, cast
 from uuid import UUID
@@ -35,18 +35,23 @@ from django.conf import settings
 from django.db import InternalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError, OperationalError
+from psycopg import Connection, pq
 from psycopg import Error as DriverError
+from psycopg.errors import DivisionByZero, InvalidSqlStatementName
 
 from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.connection import is_ended
+from outbox.broker.database.sender import RoundTrip, Row, note_backend, prepared_on, session_of
 from outbox.broker.database.statement import INTEGER, TEXT, UUID_, Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.django_internals import rollback_cause
 from outbox.contrib.django.database.transactions import (
+    BlockWatch,
     begun_by_hand,
     cause_of_rollback,
     is_session_changed,
+    is_watched,
     lost,
     sync_pipeline,
     watch_of,
@@ -59,7 +64,6 @@ from outbox.contrib.django.subscribers.shared_transaction import (
     Result,
     SharedTransaction,
 )
-from outbox.contrib.django.subscribers.short_transaction import ShortTransaction
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
@@ -111,13 +115,29 @@ _of_thread = _OfThread()
 
 
 def begin_call() -> None:
-    """Refresh this thread's connections. With DEBUG, also empty the query log, as Django does for each request."""
-    refresh_connections()
+    """Replace the connections that have ended while this thread was idle.
+
+    With DEBUG, also empty the query log, as Django does for each request.
+    """
+    # After a call, `refresh_connections` has left the connections of this thread in a known state.
+    for connection in _of_thread.closing.connections or connections.all(initialized_only=True):
+        raw = connection.connection
+        # Otherwise each idle thread would notice the end of its session by a failed call, and each of these failures
+        # would lengthen the pause of its subscription, long after the server is back.
+        if raw is None or connection.in_atomic_block:
+            continue
+        if _is_expired(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
+            connection.close()
     if settings.DEBUG:
         for connection in connections.all(initialized_only=True):
             # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
             if not connection.force_debug_cursor:
                 connection.queries_log.clear()
+
+
+def _is_expired(connection: BaseDatabaseWrapper) -> bool:
+    close_at = connection.close_at
+    return close_at is not None and bool(connection.settings_dict["CONN_MAX_AGE"]) and time.monotonic() >= close_at
 
 
 def refresh_connections(*, in_handler: bool = False) -> None:
@@ -136,24 +156,16 @@ def refresh_connections(*, in_handler: bool = False) -> None:
     for connection in opened:
         if connection.connection is None or connection.in_atomic_block:
             continue
-        expired = (
-            bool(connection.settings_dict["CONN_MAX_AGE"])
-            and connection.close_at is not None
-            and time.monotonic() >= connection.close_at
-        )
-        # Otherwise each idle thread would notice the end of its session by a failed call, and each of these failures
-        # would lengthen the pause of its subscription, long after the server is back.
-        ended = connection.vendor == "postgresql" and is_ended(connection.connection)
-        broken = ended or (connection.errors_occurred and not connection.is_usable())
+        broken = connection.errors_occurred and not connection.is_usable()
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
         # of the next message could not begin.
         left_open = begun_by_hand(connection)
-        has_pool = _has_pool(connection.settings_dict)
+        has_pool = bool(connection.settings_dict["OPTIONS"].get("pool"))
         changed = is_session_changed(connection) and (has_pool or not in_handler)
         if changed and has_pool:
             # The pool drops a connection that is closed.
             connection.connection.close()
-        if expired or broken or left_open or changed or has_pool:
+        if broken or left_open or changed or has_pool or _is_expired(connection):
             connection.close()
         connection.errors_occurred = False
 
@@ -177,10 +189,6 @@ def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
         yield
 
 
-def _has_pool(settings: Mapping[str, Any]) -> bool:
-    return bool(settings["OPTIONS"].get("pool"))
-
-
 def handler_alias(subscriber: Subscriber) -> str:
     """Return the alias of the database that has a subscriber's inbox, and on which the handler's transaction runs."""
     from outbox.contrib.django.models import InboxEntry
@@ -192,9 +200,9 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
     """Return a warning for each pool that has fewer connections than a consumer process has handler threads."""
     for alias, wanted in handler_sessions(subscribers).items():
         entry = connections[alias].settings_dict if alias in connections else None
-        if entry is None or not _has_pool(entry):
+        options = entry["OPTIONS"].get("pool") if entry is not None else None
+        if not options:
             continue
-        options = entry["OPTIONS"]["pool"]
         given: Mapping[str, Any] = options if isinstance(options, Mapping) else {}
         size = given.get("max_size") or given.get("min_size", _POOL_SIZE)
         if wanted > size:
@@ -217,6 +225,145 @@ def handler_sessions(subscribers: Iterable[Subscriber]) -> dict[str, int]:
     return {alias: min(most, sum(one.threads for one in sharing)) for alias, sharing in found.items()}
 
 
+# -- a transaction with few round trips ------------------------------------------------------------
+#
+# Django sends BEGIN, every statement and COMMIT one by one. On PostgreSQL, a `ShortTransaction` sends BEGIN together
+# with the first statement, which writes the inbox row, and COMMIT together with the last one, which checks the row. If
+# the check fails, the server does not execute COMMIT. If it succeeds, Django then runs the on_commit callbacks and ends
+# its atomic block. Where `is_possible` is false, the inbox executes its statements through Django.
+#
+# For a single message, planning a statement costs the server more than executing it, so the statements are prepared if
+# no pooler is between the connection and the server. See decision 201.
+
+
+_BEGIN: Final = Statement("BEGIN")
+_COMMIT: Final = Statement("COMMIT")
+_ROLLBACK: Final = Statement("ROLLBACK")
+_SESSION: Final = Statement("SELECT pg_backend_pid(), current_setting('transaction_isolation')")
+
+# These statements use no table of the broker's schema.
+_NO_SCHEMA: Final = "public"
+# After this number of messages, the prepared plans are discarded: a plan made for a nearly empty inbox would later read
+# the whole table.
+_PLANS_LAST: Final = 200
+
+
+class ShortTransaction:
+    """The statements before and after one handler call, in the outermost atomic block of the connection."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._raw: Connection = connection.connection
+        self._session = session_of(self._raw)
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA)
+
+    @staticmethod
+    def is_possible(connection: BaseDatabaseWrapper, watch: BlockWatch) -> bool:
+        """Whether the entered block is the outermost block and has default options, and no other code than `watch`
+        watches its statements."""
+        raw = connection.connection
+        return (
+            isinstance(raw, Connection)
+            and len(connection.atomic_blocks) == 1
+            and not is_watched(connection, watch)
+            and (raw.isolation_level, raw.read_only, raw.deferrable) == (None, None, None)
+            and _status(raw) == pq.TransactionStatus.IDLE
+        )
+
+    def begin(self, statement: Statement, values: Mapping[str, Any], *, prepare: bool) -> list[Row]:
+        """Begin the transaction with this statement, and return the statement's rows.
+
+        `prepare`: prepare the statement if the connection allows it. Django does not see the BEGIN.
+        """
+        with self._connection.wrap_database_errors:
+            try:
+                return self._begin(statement, values, prepare)
+            except InvalidSqlStatementName:
+                self._prepare_no_more()
+                if _status(self._raw) == pq.TransactionStatus.INERROR:
+                    self._trip.send(_ROLLBACK)
+                return self._begin(statement, values, prepare)
+
+    def _begin(self, statement: Statement, values: Mapping[str, Any], prepare: bool) -> list[Row]:
+        session = self._session
+        is_known = session.is_read_committed is not None
+        if is_known and prepare and (prepared := prepared_on(self._raw)) is not None:
+            self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepared=prepared)
+            session.handled_messages += 1
+            if session.handled_messages % _PLANS_LAST == 0:
+                self._trip.discard_prepared()
+        self._trip.send(_BEGIN)
+        if not is_known:
+            self._trip.send(_SESSION)
+        self._trip.send(statement, values)
+        *_, before, rows = self._trip.finish()
+        if not is_known:
+            [(pid, isolation)] = before
+            note_backend(self._raw, int(pid))
+            session.is_read_committed = isolation == b"read committed"
+        return rows
+
+    @property
+    def can_share(self) -> bool:
+        """Whether the begun transaction may have the effects of several handler calls."""
+        return bool(self._session.is_read_committed)
+
+    def savepoint(self, number: int, statement: Statement, values: Mapping[str, Any]) -> list[Row]:
+        """Set a savepoint, then execute a statement, and return the statement's rows."""
+        with self._connection.wrap_database_errors:
+            self._trip.send(_savepoint("SAVEPOINT", number))
+            self._trip.send(statement, values)
+            _, rows = self._trip.finish()
+        return rows
+
+    def roll_back_to(self, number: int) -> None:
+        """Undo everything that the transaction has done after a savepoint.
+
+        Raises a database error if the savepoint does not exist any more.
+        """
+        with self._connection.wrap_database_errors:
+            self._trip.send(_savepoint("ROLLBACK TO SAVEPOINT", number))
+            self._trip.finish()
+
+    def _prepare_no_more(self) -> None:
+        """Stop preparing statements: the application has deallocated them (DEALLOCATE ALL), and may do so again."""
+        self._session.prepared = None
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA)
+
+    def is_whole(self) -> bool:
+        """Whether the transaction can still commit, as far as the client knows."""
+        return _status(self._connection.connection) == pq.TransactionStatus.INTRANS
+
+    def commit(self, check: Statement | None, values: Mapping[str, Any]) -> bool:
+        """Run `check` and commit. If the check fails (with a division by zero), commit nothing and return False."""
+        with self._connection.wrap_database_errors:
+            if check is not None:
+                self._trip.send(check, values)
+            self._trip.send(_COMMIT)
+            answered, error = self._trip.finish_all()
+            if error is not None:
+                if isinstance(error, DivisionByZero) and not answered:
+                    return False
+                if isinstance(error, InvalidSqlStatementName):
+                    self._prepare_no_more()
+                raise error
+        return True
+
+
+@functools.cache
+def _savepoint(command: str, number: int) -> Statement:
+    # Each savepoint of a transaction has a name of its own. If all savepoints had the same name and the newest
+    # savepoint were missing, ROLLBACK TO would find an earlier savepoint, and would also undo the work of earlier
+    # handlers.
+    return Statement(f"{command} outbox_{number}")
+
+
+def _status(raw: Connection) -> int | None:
+    """The transaction status; None in a psycopg pipeline, whose statements the server may not have executed yet."""
+    pgconn = raw.pgconn
+    return None if pgconn.pipeline_status else pgconn.transaction_status
+
+
 # -- rows of the inbox -----------------------------------------------------------------------------
 
 
@@ -235,7 +382,7 @@ _KEY_TYPES: Final = {"group": TEXT, "generation": INTEGER}
 _ONE_TYPES: Final = {**_KEY_TYPES, "lock": TEXT, "idle": TEXT, "message_ids": UUID_}
 # PostgreSQL plans the statement for one message faster than the statement for a batch. The ids of a batch are sorted,
 # so two batches cannot deadlock.
-_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES, (UUID_,))
+_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES)
 _ENTER_ALL: Final = Statement(
     _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, (UUID_,)
 )
@@ -244,8 +391,15 @@ _LIMIT: Final = f"""AND set_config('statement_timeout', CASE
     WHEN current_setting('statement_timeout')::interval BETWEEN '1ms' AND '{STATEMENT_MILLISECONDS}ms'
     THEN current_setting('statement_timeout') ELSE '{STATEMENT_MILLISECONDS}ms' END, true) IS NOT NULL
 ON CONFLICT"""
-_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES, (UUID_,))
-# The statement divides by zero, and so fails, if a row is missing.
+_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES)
+# These statements divide by zero, and so fail, if a row is missing.
+_IS_THERE: Final = Statement(
+    """
+SELECT 1 / count(*) FROM outbox_inbox
+WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND message_id = %(message_id)s::uuid
+""",
+    {**_KEY_TYPES, "message_id": UUID_},
+)
 _ALL_THERE: Final = Statement(
     """
 SELECT 1 / (count(*) = %(count)s::integer)::integer FROM outbox_inbox
@@ -296,34 +450,39 @@ class InboxEntries:
         A batch may contain a message twice, for example if the topic's queue and the retry queue both deliver it. Only
         the first delivery is handled.
         """
+        lock_seconds, idle_seconds = 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds)
+        is_postgres = self._connection.vendor == "postgresql"
+        if is_postgres and len(deliveries) == 1:
+            rows = self._insert(_ENTER_ONE, deliveries[0].message.message_id, lock_seconds, idle_seconds)
+            return list(deliveries) if rows else []
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
             firsts.setdefault(delivery.message_id, delivery)
-        if self._connection.vendor == "postgresql":
-            new = self._enter_all(list(firsts), 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds))
+        if is_postgres:
+            new = {row[0] for row in self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds)}
         elif self._connection.vendor == "mysql":
-            new = self._enter_on_mariadb(sorted(firsts), 0.5 * lease_seconds)
+            new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
         else:
             new = {value for value in sorted(firsts) if self._enter_one(value)}
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
-    def _enter_all(self, message_ids: Sequence[UUID], lock_seconds: float, idle_seconds: float) -> set[UUID]:
-        lock, idle = (str(max(1, round(seconds * 1000))) for seconds in (lock_seconds, idle_seconds))
-        is_one = len(message_ids) == 1
-        statement = _ENTER_ONE if is_one else _ENTER_ALL
-        given = message_ids[0] if is_one else sorted(message_ids)
-        values = {**self._named_key(), "lock": lock, "idle": idle, "message_ids": given}
-        watch = watch_of(self._connection)
-        if ShortTransaction.is_possible(self._connection, watch):
+    def _insert(self, statement: Statement, message_ids: Any, lock_seconds: float, idle_seconds: float) -> list[Row]:
+        """Write inbox rows, together with BEGIN if that is possible, and return a row for each new one."""
+        connection = self._connection
+        group, generation = self._key
+        lock, idle = str(max(1, round(lock_seconds * 1000))), str(max(1, round(idle_seconds * 1000)))
+        values = {"group": group, "generation": generation, "lock": lock, "idle": idle, "message_ids": message_ids}
+        watch = watch_of(connection)
+        if ShortTransaction.is_possible(connection, watch):
             # The watch of the connection does not see this BEGIN, so report the BEGIN to the watch. Otherwise the watch
             # would assume that the transaction does not belong to the block.
             watch.note_begun()
-            self._short = ShortTransaction(self._connection)
+            self._short = ShortTransaction(connection)
             self._idle = idle
-            return {row[0] for row in self._short.begin(statement, values, prepare=is_one)}
-        with self._connection.cursor() as cursor:
+            return self._short.begin(statement, values, prepare=statement is _ENTER_ONE)
+        with connection.cursor() as cursor:
             cursor.execute(statement.text, values)
-            return {row[0] for row in cursor.fetchall()}
+            return cast("list[Row]", cursor.fetchall())
 
     def _enter_on_mariadb(self, message_ids: Sequence[UUID], lock_seconds: float) -> set[UUID]:
         parameters: list[Any] = [max(1, round(lock_seconds))]
@@ -342,12 +501,9 @@ class InboxEntries:
     def join(self, number: int, delivery: Delivery) -> bool:
         """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
         assert self._short is not None
-        values = {
-            **self._named_key(),
-            "lock": str(LOCK_MILLISECONDS),
-            "idle": self._idle,
-            "message_ids": delivery.message_id,
-        }
+        group, generation = self._key
+        lock, message_id = str(LOCK_MILLISECONDS), delivery.message.message_id
+        values = {"group": group, "generation": generation, "lock": lock, "idle": self._idle, "message_ids": message_id}
         return bool(self._short.savepoint(number, _JOIN, values))
 
     def is_whole(self) -> bool:
@@ -358,10 +514,6 @@ class InboxEntries:
         """Undo everything that the transaction has done after savepoint `number`."""
         assert self._short is not None
         self._short.roll_back_to(number)
-
-    def _named_key(self) -> dict[str, Any]:
-        group, generation = self._key
-        return {"group": group, "generation": generation}
 
     def _enter_one(self, message_id: UUID) -> bool:
         parameters = [*self._key, stored_uuid(self._connection, message_id)]
@@ -376,7 +528,7 @@ class InboxEntries:
                 return False
             return True
 
-    def leave(self, message_ids: Iterable[UUID]) -> None:
+    def remove(self, message_ids: Iterable[UUID]) -> None:
         """Remove the inbox rows of messages whose effects the handler has undone."""
         rows = [[*self._key, stored_uuid(self._connection, value)] for value in sorted(message_ids)]
         if rows:
@@ -415,8 +567,12 @@ class InboxEntries:
     def _commit(self, short: ShortTransaction, deliveries: Sequence[Delivery]) -> bool:
         if not deliveries:
             return short.commit(None, {})
-        ids = [delivery.message_id for delivery in deliveries]
-        return short.commit(_ALL_THERE, {**self._named_key(), "count": len(ids), "message_ids": ids})
+        group, generation = self._key
+        values: dict[str, Any] = {"group": group, "generation": generation}
+        if len(deliveries) == 1:
+            return short.commit(_IS_THERE, {**values, "message_id": deliveries[0].message.message_id})
+        ids = [delivery.message.message_id for delivery in deliveries]
+        return short.commit(_ALL_THERE, {**values, "count": len(ids), "message_ids": ids})
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
@@ -476,7 +632,8 @@ class InboxInvoker:
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
         results = self._results(subscription, handler, deliveries, generation, None, [])
-        self._mask(subscription, deliveries, results)
+        if self._masked_fields:
+            self._mask(subscription, deliveries, results)
         return cast(Sequence[Disposition | Exception], results)
 
     def share(
@@ -513,8 +670,21 @@ class InboxInvoker:
                 if more is not None:
                     more.end_sharing("the handler has no inbox, so it has no transaction")
                 return call_handler(subscription, handler, deliveries, generation=generation)
-            call = _Call(registered, subscription, handler, deliveries, generation, self._lease_seconds, more, joined)
-            with one_writer(connections[handler_alias(registered)]):
+            connection = connections[handler_alias(registered)]
+            call = _Call(
+                connection,
+                registered.name,
+                subscription,
+                handler,
+                deliveries,
+                generation,
+                self._lease_seconds,
+                more,
+                joined,
+            )
+            if connection.vendor != "sqlite":
+                return repeated(call.once, registered.name)
+            with one_writer(connection):
                 return repeated(call.once, registered.name)
         except Exception as error:
             return [error] * len(deliveries)
@@ -535,7 +705,8 @@ def _as_published(deliveries: Sequence[Delivery]) -> list[Delivery]:
 class _Call:
     """One call of a handler with the inbox. `joined`: the messages that have joined the call's transaction."""
 
-    registered: Subscriber
+    connection: BaseDatabaseWrapper
+    name: str
     subscription: Subscription
     handler: AnyHandler
     deliveries: Sequence[Delivery]
@@ -559,13 +730,12 @@ class _Call:
         return self._clean.copy().run(self._run_again)
 
     def _run_again(self) -> Sequence[Result]:
-        begin_call()
+        refresh_connections()
         self.deliveries = afresh(self.deliveries)
         return self._run()
 
     def _run(self) -> Sequence[Result]:
-        name = self.registered.name
-        connection = connections[handler_alias(self.registered)]
+        name, connection = self.name, self.connection
         inbox = InboxEntries(connection, self.subscription.group, self.generation)
         fresh: list[Delivery] | None = None
         failed: dict[UUID, Exception] = {}
@@ -582,13 +752,14 @@ class _Call:
                 if self.more is not None and inbox.can_share:
                     shared = SharedTransaction(connection, inbox, self.more, name, self.joined, self._clean)
                 fresh = entered
-                failed = self._handle(fresh)
-                inbox.leave(failed)
+                failed = _handle(self.subscription, self.handler, fresh)
+                if failed:
+                    inbox.remove(failed)
                 if shared is not None:
-                    shared.extend(partial(self._handle_joined, inbox))
+                    shared.extend(functools.partial(self._handle_joined, inbox))
                 point("consumer.before_inbox_commit")
                 fence.check()
-                whole = [item for item in fresh if item.message_id not in failed]
+                whole = [item for item in fresh if item.message_id not in failed] if failed else fresh
                 inbox.confirm(whole if shared is None else [*whole, *shared.handled], name)
                 if shared is not None:
                     shared.take_callbacks()
@@ -596,7 +767,7 @@ class _Call:
             if fresh is None:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
-                return shared.results_after_failure(fresh, error, partial(error_after_commit, name))
+                return shared.results_after_failure(fresh, error, functools.partial(error_after_commit, name))
             stayed = inbox.still_there(fresh)
             if not stayed:
                 _name_idle_limit(name, error)
@@ -608,20 +779,22 @@ class _Call:
                 "%s has committed, so the handler is not called again after this error", name, exc_info=printable(error)
             )
         point("consumer.after_inbox_commit")
-        called = set(map(id, fresh))
-        results = [_result(delivery, id(delivery) in called, failed) for delivery in self.deliveries]
+        results: list[Result]
+        if not failed and len(fresh) == len(self.deliveries):
+            results = [Disposition.HANDLED] * len(fresh)
+        else:
+            called = set(map(id, fresh))
+            results = [_result(delivery, id(delivery) in called, failed) for delivery in self.deliveries]
         if shared is None:
             return results
         shared.run_callbacks()
         return [*results, *shared.results()]
 
-    def _handle(self, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
-        return _handle(self.subscription, self.handler, deliveries)
-
     def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
-        failed = self._handle([delivery])
-        inbox.leave(failed)
-        return failed.get(delivery.message_id)
+        failed = _handle(self.subscription, self.handler, [delivery])
+        if failed:
+            inbox.remove(failed)
+        return failed.get(delivery.message_id) if failed else None
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:

@@ -257,13 +257,13 @@ class _Attempt:
         except BaseException as error:
             self._error = error
             with one_writer(connection), effects.allowed():
-                self._settle_failed_finish(inbox, delivery, error)
+                self._conclude_failed_finish(inbox, delivery, error)
             raise
         self._error = None
         self.progress = _Progress.DONE
         point("claim.after_commit")
 
-    def _settle_failed_finish(self, inbox: InboxEntries, delivery: Delivery, error: BaseException) -> None:
+    def _conclude_failed_finish(self, inbox: InboxEntries, delivery: Delivery, error: BaseException) -> None:
         """After an error in `finish`, find out whether its transaction has committed all the same.
 
         Either COMMIT succeeded, and then its answer was lost or an on_commit callback failed, or the handler executed

@@ -246,7 +246,8 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
     call = async_to_sync(function) if is_asynchronous(function) else function
 
     def handle(given: Any) -> None:
-        refuse_work_to_come(call(given), name)
+        if (result := call(given)) is not None:
+            refuse_work_to_come(result, name)
 
     # inspect.unwrap finds the project's function, for the crash kit.
     handle.__wrapped__ = function  # type: ignore[attr-defined]

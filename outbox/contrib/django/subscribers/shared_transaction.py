@@ -207,7 +207,7 @@ class SharedTransaction:
 
     def _is_aborted(self) -> bool:
         raw: Any = self._connection.connection
-        return raw is None or raw.info.transaction_status == pq.TransactionStatus.INERROR
+        return raw is None or raw.pgconn.transaction_status == pq.TransactionStatus.INERROR
 
     def _is_doubtful(self, error: BaseException) -> bool:
         """Whether earlier messages may have caused the error: the database or outbox stopped the handler."""

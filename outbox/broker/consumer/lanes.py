@@ -1,6 +1,8 @@
-"""The data that the dispatching thread uses: fetched entries, lanes and calls.
+"""Fetched entries, and the lanes in which they wait until a call handles them. There is one kind of lane per mode.
 
-Fetched entries wait in a lane until a call handles them. There is one kind of lane per mode.
+class ByTag(RoundRobinLane[NamedQueue]):
+    def __init__(self, option: ByTagOption) -> None:
+        super().__init__(NamedQueue)
 """
 
 from __future__ import annotations
@@ -8,41 +10,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from outbox.broker.consumer.fetch import SECONDS_LEFT
-from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
-from outbox.broker.groups.redelivery import Redelivery
-from outbox.ports import ClaimedElsewhere, Disposition
-
-NOT_STARTED = None
-"""The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Postponed:
-    """The result of a delivery whose handler must wait until the time `until` (time.monotonic)."""
-
-    until: float
-
-
-class TimedOut(Exception):
-    """The result of a delivery whose handler was not called, because the time limit of the message was over."""
-
-
-Result = Disposition | BaseException | Postponed | ClaimedElsewhere | None
-
-# A claimed message leaves its queue if its handler runs for longer than this (seconds). A shorter call needs no
-# redelivery.
-LEAVE_SECONDS: Final = 1.0
-
-_QUEUE: Final = attrgetter("queue")
+from outbox.broker.consumer.fetch import BODY, SECONDS_LEFT
+from outbox.broker.consumer.owned_queue import OwnedQueue
 
 _parts: Final = itertools.count(1)
+_PART: Final = attrgetter("part")
 
 
 class FetchedEntry:
@@ -80,11 +58,6 @@ class FetchedEntry:
         return self.retries + self.in_place + 1
 
 
-def counted_by_queue(items: Sequence[FetchedEntry]) -> Mapping[OwnedQueue, int]:
-    """Return how many of the entries belong to each queue."""
-    return {items[0].queue: 1} if len(items) == 1 else Counter(map(_QUEUE, items))
-
-
 def note_time_limits(items: Sequence[FetchedEntry]) -> None:
     """Set `ends_at` of the items whose message has a time limit.
 
@@ -110,17 +83,27 @@ def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
 
     Either all these items belong to the same part, or none of them belongs to a part.
     """
-    if not waiting:
-        return []
-    part = waiting[0].part
-    run: list[FetchedEntry] = []
-    while waiting and len(run) < most and waiting[0].part == part:
-        run.append(waiting.popleft())
+    run = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+    if len(set(map(_PART, run))) > 1:
+        end = next(place for place, item in enumerate(run) if item.part != run[0].part)
+        waiting.extendleft(reversed(run[end:]))
+        del run[end:]
     return run
 
 
 class Lane(Protocol):
-    """A lane keeps fetched messages and decides which of them may be handled next."""
+    """A lane keeps fetched messages and decides which of them may be handled next.
+
+    If `ready` and `later` are empty, `take` finds nothing.
+    """
+
+    @property
+    def ready(self) -> Sized:
+        """What may start a call now, unless an admission keeps it."""
+
+    @property
+    def later(self) -> Sized:
+        """The failed messages that are not due yet, or what they block."""
 
     @property
     def waiting(self) -> int:
@@ -138,7 +121,7 @@ class Lane(Protocol):
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
 
-    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
 
         A later `take` returns the items in `again` when they are due.
@@ -157,120 +140,37 @@ class Lane(Protocol):
         """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
 
 
-class HandlerCall:
-    """One call of a handler: its items and, after the call, a result for each item."""
+What = TypeVar("What")
 
-    __slots__ = (
-        "abandoned",
-        "admission_epoch",
-        "alone",
-        "claimed_at",
-        "expired",
-        "given_back",
-        "has_left",
-        "items",
-        "lane",
-        "may_share",
-        "note",
-        "redelivery",
-        "renew_at",
-        "results",
-        "returned_at",
-        "shares",
-        "started_at",
-        "subscribed",
-        "term_seconds",
-    )
 
-    def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
-        self.subscribed = subscribed
-        self.lane = lane
-        self.items = items
-        # The epoch in which this call was admitted (AdmissionLease).
-        self.admission_epoch = 0 if subscribed.admission_lease is None else subscribed.admission_lease.epoch
-        # Items of this call that retention removed before the process could load them.
-        self.expired: list[FetchedEntry] = []
-        self.results: Sequence[Result] = ()
-        # Whether this call handles a quarantined message while this process runs no other call.
-        self.alone = False
-        self.started_at: float | None = None
-        # The reason why the attempt no longer counts; '' while the attempt counts. The dispatching thread sets this
-        # text, and the handler's thread reads it.
-        self.abandoned = ""
-        # The time (time.time) at which the handler returned, if another call then joined its transaction; else None.
-        self.returned_at: float | None = None
-        # The place of this call's note about the running handler (RunningCalls); None without a note.
-        self.note: int | None = None
-        # Whether this call may share a transaction with other calls of its subscription.
-        self.may_share = False
-        # All calls of the shared transaction, this one included; empty if this call runs alone.
-        self.shares: Sequence[HandlerCall] = ()
-        # Whether this call was ended because another call of its shared transaction timed out. Its late result is
-        # ignored.
-        self.given_back = False
-        # The time (time.monotonic) at which the message of this call was claimed, and the term of the claim. The
-        # handler's thread sets the time last.
-        self.claimed_at: float | None = None
-        self.term_seconds = 0.0
-        # Whether the queue does not wait for this call any more: the claimed message has left its queue, or it is
-        # detached from its queue. `redelivery`: the row that delivers the message again. It is None if the message is
-        # detached: then the next owner of the queue delivers the message again.
-        self.has_left = False
-        self.redelivery: Redelivery | None = None
-        # The time (time.monotonic) at which to move the due time of that row.
-        self.renew_at = 0.0
+class _Waiting(Generic[What]):
+    """What lanes have in common: failed messages, or what they block, wait until they are due."""
 
-    def claimed(self, term_seconds: float) -> None:
-        """Record that the message of this call is claimed. The handler's thread calls this method."""
-        self.term_seconds = term_seconds
-        self.claimed_at = time.monotonic()
+    def __init__(self) -> None:
+        self.later: list[tuple[float, int, What]] = []
+        self._numbers = itertools.count()
 
-    @property
-    def keeps_order(self) -> bool:
-        """Whether the messages of this call block the later messages of their keys.
+    def postpone(self, due: float, what: What) -> None:
+        """Let this wait until `due` (time.monotonic)."""
+        heapq.heappush(self.later, (due, next(self._numbers), what))
 
-        A message of the retry queue has given up its order, and blocks no message.
-        """
-        return self.subscribed.ordered and any(item.queue.subscribed is not None for item in self.items)
+    def due(self, now: float) -> Iterator[What]:
+        """Remove and yield what is due now."""
+        while self.later and self.later[0][0] <= now:
+            yield heapq.heappop(self.later)[2]
 
-    def leaves_at(self) -> float | None:
-        """Return when the queue stops waiting for the claimed message (time.monotonic).
+    def next_at(self) -> float | None:
+        """Return the time at which the first of them is due; None if none waits."""
+        return self.later[0][0] if self.later else None
 
-        In concurrent mode, the message leaves its queue. In ordered modes, the message blocks the later messages of its
-        key, so it stays in its queue as long as this process owns the queue; it is detached when the queue is handed
-        over or lost. Return None if the message has left, or stays.
-        """
-        if self.claimed_at is None or self.has_left:
-            return None
-        phases = {item.queue.phase for item in self.items}
-        if self.keeps_order:
-            return self.claimed_at if phases & {Phase.DRAINING, Phase.LOST} else None
-        return self.claimed_at + (LEAVE_SECONDS if phases == {Phase.ACTIVE} else 0.0)
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return nothing: each message without its row is loaded when its turn comes."""
+        return []
 
-    @property
-    def blocks_until_returned(self) -> bool:
-        """Whether the handler of this abandoned call still runs, and its key or queue must wait for it."""
-        by_key = self.subscribed.ordered or self.subscribed.waits_for_key
-        return bool(self.abandoned) and not self.given_back and by_key
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether the thread of this call was replaced: this call, or a call that shares its transaction, hangs."""
-        return bool(self.abandoned) or (len(self.shares) > 1 and any(call.abandoned for call in self.shares))
-
-    def start(self) -> None:
-        """Record that the handler is being called now."""
-        self.started_at = time.monotonic()
-
-    def fence_reason(self) -> str:
-        """Return why the effects of this attempt must not be stored (outbox.utils.fence); '' if they may be stored."""
-        if self.abandoned or self.claimed_at is not None:
-            # The token of a claim protects the effects of a claimed message, whether the queue is lost or not.
-            return self.abandoned
-        for queue in counted_by_queue(self.items):
-            if not queue.trusted():
-                return f"the lease of queue {queue.name} for group {queue.group.name!r} is over"
-        return ""
+    def _keep(self, stays: Callable[[What], bool]) -> None:
+        """Drop the others of those that wait."""
+        self.later = [entry for entry in self.later if stays(entry[2])]
+        heapq.heapify(self.later)
 
 
 # -- concurrent mode -------------------------------------------------------------------------------
@@ -278,37 +178,37 @@ class HandlerCall:
 # In concurrent mode, any message may be handled at any time.
 
 
-class ConcurrentLane:
+class ConcurrentLane(_Waiting[FetchedEntry]):
     """Returns fetched messages in the order of their arrival, and failed messages again when they are due."""
 
     def __init__(self, batch: int) -> None:
+        super().__init__()
         self._batch = batch
-        self._ready: deque[FetchedEntry] = deque()
-        self._later: list[tuple[float, int, FetchedEntry]] = []
-        self._numbers = itertools.count()
+        self.ready: deque[FetchedEntry] = deque()
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
-        self._ready.extend(items)
+        self.ready.extend(items)
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
-        if self._later:
+        if self.later:
             self.wake(now)
-        return take_run(self._ready, self._batch) if self._ready else []
+        if not self.ready:
+            return []
+        return [self.ready.popleft()] if self._batch == 1 else take_run(self.ready, self._batch)
 
     def wake(self, now: float) -> None:
         """Count the failed messages that are due now as waiting."""
-        while self._later and self._later[0][0] <= now:
-            self._ready.append(heapq.heappop(self._later)[2])
+        self.ready.extend(self.due(now))
 
-    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
 
         A later `take` returns the items in `again` when they are due.
         """
         for item in again:
-            heapq.heappush(self._later, (item.due, next(self._numbers), item))
+            self.postpone(item.due, item)
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
@@ -316,30 +216,21 @@ class ConcurrentLane:
         def stays(item: FetchedEntry) -> bool:
             return item.queue is not queue or item.offset < from_offset
 
-        self._ready = deque(filter(stays, self._ready))
-        self._later = [entry for entry in self._later if stays(entry[2])]
-        heapq.heapify(self._later)
+        self.ready = deque(filter(stays, self.ready))
+        self._keep(stays)
 
     @property
     def waiting(self) -> int:
         """The number of messages that may be handled now."""
-        return len(self._ready)
+        return len(self.ready)
 
     def startable(self, most: int) -> int:
         """Return how many messages may be handled now, at most `most`."""
-        return min(most, len(self._ready))
+        return min(most, len(self.ready))
 
     def has_ready(self, queue: OwnedQueue) -> bool:
         """Return whether a queue has waiting messages that are not blocked."""
-        return any(item.queue is queue for item in self._ready)
-
-    def next_at(self) -> float | None:
-        """Return the time at which the first failed message of this lane is due; None if no failed message waits."""
-        return self._later[0][0] if self._later else None
-
-    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return nothing: each large body is loaded for its own call."""
-        return []
+        return any(item.queue is queue for item in self.ready)
 
 
 # -- ordered modes ---------------------------------------------------------------------------------
@@ -368,18 +259,17 @@ class SerialQueue:
         return not self.busy and self.suspended_until is None
 
 
-class OrderedLane:
+class OrderedLane(_Waiting[SerialQueue]):
     """A lane that puts each message into a serial queue.
 
     The subclasses of this class define the serial queue of a message, and which messages one call takes.
     """
 
     def __init__(self, batch: int) -> None:
+        super().__init__()
         self._batch = batch
         self._serials: dict[Hashable, SerialQueue] = {}
-        self._ready: deque[SerialQueue] = deque()
-        self._later: list[tuple[float, int, SerialQueue]] = []
-        self._numbers = itertools.count()
+        self.ready: deque[SerialQueue] = deque()
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
         """Return the name of a message's serial queue. Only one call at a time handles messages of one serial queue."""
@@ -393,7 +283,7 @@ class OrderedLane:
             if serial is None:
                 serial = self._serials[name] = SerialQueue(name)
             if not serial.items and serial.idle:
-                self._ready.append(serial)
+                self.ready.append(serial)
             serial.items.append(item)
             if serial.suspended_until is not None:
                 self.shed(serial)
@@ -401,13 +291,13 @@ class OrderedLane:
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
         self.wake(now)
-        return self.fill() if self._ready else []
+        return self.fill() if self.ready else []
 
     def fill(self) -> list[FetchedEntry]:
         """Return the messages of one call. The caller makes sure that at least one serial queue is ready."""
         raise NotImplementedError
 
-    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
 
         The items in `again` go back to the front of their serial queues, and wait there until they are due.
@@ -418,18 +308,18 @@ class OrderedLane:
         for name in dict.fromkeys(map(self.serial_name, items)):
             serial = self._serials.get(name)
             if serial is not None:
-                self._settle(serial, returned.get(name, []))
+                self._end(serial, returned.get(name, []))
 
-    def _settle(self, serial: SerialQueue, again: Sequence[FetchedEntry]) -> None:
+    def _end(self, serial: SerialQueue, again: Sequence[FetchedEntry]) -> None:
         serial.busy = False
         if again:
             at = max(item.due for item in again)
             serial.items.extendleft(reversed(again))
             serial.suspended_until = at
             self.shed(serial)
-            heapq.heappush(self._later, (at, next(self._numbers), serial))
+            self.postpone(at, serial)
         elif serial.items:
-            self._ready.append(serial)
+            self.ready.append(serial)
         else:
             del self._serials[serial.name]
 
@@ -443,37 +333,27 @@ class OrderedLane:
                 serial.items = deque(item for item in serial.items if item.offset < from_offset)
                 if not serial.items and not serial.busy:
                     del self._serials[serial.name]
-        self._ready = deque(serial for serial in self._ready if serial.items)
-        self._later = [entry for entry in self._later if entry[2].items]
-        heapq.heapify(self._later)
+        self.ready = deque(serial for serial in self.ready if serial.items)
+        self._keep(lambda serial: bool(serial.items))
 
     @property
     def waiting(self) -> int:
         """The number of serial queues whose next message may be handled now."""
-        return len(self._ready)
+        return len(self.ready)
 
     def startable(self, most: int) -> int:
         """Return how many serial queues have a message that may be handled now, at most `most`."""
-        return min(most, len(self._ready))
+        return min(most, len(self.ready))
 
     def has_ready(self, queue: OwnedQueue) -> bool:
         """Return whether a queue has waiting messages that are not blocked."""
-        return any(serial.items[0].queue is queue for serial in self._ready)
-
-    def next_at(self) -> float | None:
-        """Return the time at which the first blocked serial queue continues; None if no serial queue is blocked."""
-        return self._later[0][0] if self._later else None
-
-    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return nothing: the messages behind a blocked one are loaded when their turn comes."""
-        return []
+        return any(serial.items[0].queue is queue for serial in self.ready)
 
     def wake(self, now: float) -> None:
         """Let the blocked serial queues continue whose failed message is due now."""
-        while self._later and self._later[0][0] <= now:
-            serial = heapq.heappop(self._later)[2]
+        for serial in self.due(now):
             serial.suspended_until = None
-            self._ready.append(serial)
+            self.ready.append(serial)
 
 
 class OrderlyLane(OrderedLane):
@@ -490,7 +370,7 @@ class OrderlyLane(OrderedLane):
 
     def fill(self) -> list[FetchedEntry]:
         """Return the first messages of the queue that has been ready for the longest time."""
-        serial = self._ready.popleft()
+        serial = self.ready.popleft()
         serial.busy = True
         return take_run(serial.items, self._batch)
 
@@ -517,9 +397,9 @@ class KeyOrderedLane(OrderedLane):
         If a batch was divided, the call has messages of only one part.
         """
         call: list[FetchedEntry] = []
-        part = self._ready[0].items[0].part
-        while self._ready and len(call) < self._batch and self._ready[0].items[0].part == part:
-            serial = self._ready.popleft()
+        part = self.ready[0].items[0].part
+        while self.ready and len(call) < self._batch and self.ready[0].items[0].part == part:
+            serial = self.ready.popleft()
             serial.busy = True
             call += take_run(serial.items, self._batch - len(call))
         return call
@@ -533,4 +413,163 @@ class KeyOrderedLane(OrderedLane):
             if not item.shed:
                 item.row = None
                 item.shed = True
-                item.queue.unbuffer()
+                item.queue.buffered -= 1
+
+
+# -- one name after the other ----------------------------------------------------------------------
+#
+# The base of the lanes of parts, in concurrent mode: it calls the handler for one name, such as a key, after the other.
+# Each call has one message, of the name that has waited longest. A name may have far more messages than the others. So
+# the lane keeps few rows in memory, the process fetches on, and finds the messages of other names behind those of a
+# flood. It loads the rows of the other messages again before their calls.
+
+
+# A fetched message keeps its row if its name has fewer messages and its queue fewer rows in memory than these numbers.
+# With the second one, the process still fetches (`room_of`).
+_ROWS_OF_NAME: Final = 16
+_ROWS_OF_QUEUE: Final = 128
+# One statement loads about this number of messages again.
+_LOADED_AT_ONCE: Final = 64
+# If calls of this number of names may start, the lane keeps all rows, and the process soon stops fetching. So messages
+# with a new name each do not fill the memory.
+_MOST_READY: Final = 1_000
+
+
+class NamedQueue:
+    """The waiting messages of one name.
+
+    `is_ready`: whether the name waits for its next call. `shed`: the messages whose rows, with small bodies, this
+    process has dropped; some of them may be loaded again.
+    """
+
+    __slots__ = ("is_ready", "items", "name", "shed")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.items: deque[FetchedEntry] = deque()
+        self.shed: deque[FetchedEntry] = deque()
+        self.is_ready = False
+
+
+Named = TypeVar("Named", bound=NamedQueue)
+
+
+class RoundRobinLane(_Waiting[FetchedEntry], Generic[Named]):
+    """A lane whose calls have one message. `FetchedEntry.key` is the name of a message."""
+
+    def __init__(self, make: Callable[[str], Named]) -> None:
+        super().__init__()
+        self._make = make
+        self._names: dict[str, Named] = {}
+        # The names of which a call may start; the name that has waited longest is the first one.
+        self.ready: deque[Named] = deque()
+        self.waiting = 0
+
+    def offer(self, items: Sequence[FetchedEntry]) -> None:
+        """Take fetched messages of one queue, in queue order."""
+        following = len(items)
+        for item in items:
+            named = self.named(item.key)
+            # One text for all messages of the name.
+            item.key = named.name
+            is_long = len(named.items) >= _ROWS_OF_NAME or item.queue.buffered - following >= _ROWS_OF_QUEUE
+            following -= 1
+            if is_long and len(self.ready) < _MOST_READY:
+                # A large body is loaded for its own call only.
+                if item.row and item.row[BODY] is not None:
+                    named.shed.append(item)
+                item.row = None
+                item.shed = True
+                item.queue.buffered -= 1
+            named.items.append(item)
+            self.waiting += 1
+            self.schedule(named)
+
+    def take(self, now: float) -> list[FetchedEntry]:
+        """Return the message of the next call; an empty list if no message may be handled now."""
+        self.wake(now)
+        while self.ready:
+            named = self.ready.popleft()
+            named.is_ready = False
+            if named.items:
+                item = named.items.popleft()
+                self.waiting -= 1
+                self.schedule(named)
+                self.shortened(named)
+                return [item]
+        return []
+
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+        """End the call whose items `take` has returned.
+
+        A later `take` returns the items in `again` when they are due.
+        """
+        for item in again:
+            self.postpone(item.due, item)
+
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
+        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
+
+        def stays(item: FetchedEntry) -> bool:
+            return item.queue is not queue or item.offset < from_offset
+
+        for named in list(self._names.values()):
+            if not all(map(stays, named.items)):
+                kept = deque(filter(stays, named.items))
+                self.waiting -= len(named.items) - len(kept)
+                named.items = kept
+                named.shed = deque(filter(stays, named.shed))
+                self.shortened(named)
+        self._keep(stays)
+
+    def has_ready(self, queue: OwnedQueue) -> bool:
+        """Return whether a queue has waiting messages of which a call may start."""
+        return any(item.queue is queue for named in self.ready for item in named.items)
+
+    def wake(self, now: float) -> None:
+        """Put the failed messages that are due now before the other messages of their names."""
+        for item in self.due(now):
+            named = self.named(item.key)
+            named.items.appendleft(item)
+            self.waiting += 1
+            self.schedule(named)
+
+    def startable(self, most: int) -> int:
+        """Return how many messages may be handled now, at most `most`."""
+        return min(most, self.waiting)
+
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
+        found: list[FetchedEntry] = []
+        own = self._names.get(item.key)
+        of_each = max(1, _LOADED_AT_ONCE // (1 + len(self.ready)))
+        for named in chain([] if own is None else [own], self.ready):
+            if named is not own and not (named.items and named.items[0].shed):
+                continue
+            count = len(found)
+            while named.shed and len(found) < count + of_each:
+                if (other := named.shed.popleft()).shed and other is not item:
+                    found.append(other)
+            if len(found) >= _LOADED_AT_ONCE:
+                break
+        return found
+
+    # -- for subclasses -------------------------------------------------------------------------
+
+    def named(self, name: str) -> Named:
+        """Return the messages of a name."""
+        named = self._names.get(name)
+        if named is None:
+            named = self._names[name] = self._make(name)
+        return named
+
+    def schedule(self, named: Named) -> None:
+        """Let a name with messages wait for its next call."""
+        if named.items and not named.is_ready:
+            named.is_ready = True
+            self.ready.append(named)
+
+    def shortened(self, named: Named) -> None:
+        """Note that messages of a name have left the lane."""
+        if not named.items:
+            self._names.pop(named.name, None)
