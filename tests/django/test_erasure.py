@@ -271,9 +271,9 @@ WITHOUT_CONTENT: Final = {
     *("audit.differences", "audit.facts", "bucket", "check_history.answer", "commit_log.tag", "commit_log.checker"),
     *("commit_log.producer_group", "comparison", "consumer", "consumer_group", "consumer_process", "erased"),
     *("fenced_half", "incident.kind", "incident.subject", "leader_lease", "life", "life_sign", "missing_transaction"),
-    "part",
     *("pending_check.park_reason", "pending_check.producer_group", "periodic_pass", "producer_epoch", "producer_group"),
-    *("pruned_table", "publisher", "resync", "slot_demand.waiting_for", "subscription", "subscription_limit"),
+    *("pruned_table", "publisher", "resync", "schema_version", "slot_demand.waiting_for", "subscription"),
+    "subscription_limit",
     *("summary", "quarantined_message.tried_on", "vanished_trial", "topic", "unknown_version.event", "broker"),
     *(f"schedule.{name}" for name in (
         "producer_group", "name", "expression", "timezone", "missed", "topic", "content_type", "body",
