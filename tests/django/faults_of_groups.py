@@ -118,7 +118,7 @@ def crash_loop(world: World) -> None:
 def quarantined(world: World) -> None:
     """A message kills the process that handles it."""
     # Once among others, once alone; the third death alone would end it, seconds later.
-    kill(world, "SELECT 1 FROM outbox.suspect WHERE deaths > 0")
+    kill(world, "SELECT 1 FROM outbox.quarantined_message WHERE deaths > 0")
 
 
 @fault

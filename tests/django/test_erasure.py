@@ -122,7 +122,8 @@ def fill(world: World) -> list[UUID]:
     )  # fmt: skip
     transaction_id = queued.transaction_id
     for statement, values in (
-        ("INSERT INTO outbox.suspect (group_id, log_id, call_size, hung, evidence) VALUES (%s, %s, 1, true, %s)",
+        ("INSERT INTO outbox.quarantined_message (group_id, log_id, call_size, hung, evidence)"
+         " VALUES (%s, %s, 1, true, %s)",
          (group_id, log_id, MARK)),
         ("INSERT INTO outbox.check_history (transaction_id, answer, detail) VALUES (%s, 'UNKNOWN', %s)",
          (transaction_id, MARK)),
@@ -198,8 +199,8 @@ def erase(*arguments: str) -> dict[str, Any]:
 
 EVERYWHERE: Final = {
     *(f"broker:outbox.{name}" for name in (
-        "commit_log", "held", "failure", "dead_letter", "suspect", "check_history", "pending_check", "incident",
-        "outage", "queue_lease", "unknown_version", "schedule", "slot", "slot_demand",
+        "commit_log", "held", "failure", "dead_letter", "quarantined_message", "check_history", "pending_check",
+        "incident", "outage", "queue_lease", "unknown_version", "schedule", "slot", "slot_demand",
     )),
     *(f"default:public.outbox_{name}" for name in (
         "step", "unique", "saga", "finding", "raised_condition", "operator_action", "task",
@@ -267,10 +268,10 @@ WITHOUT_CONTENT: Final = {
     *("audit.differences", "audit.facts", "bucket", "check_history.answer", "commit_log.tag", "commit_log.checker"),
     *("commit_log.producer_group", "comparison", "consumer", "consumer_group", "consumer_process", "erased"),
     *("fenced_half", "incident.kind", "incident.subject", "leader_lease", "life", "life_sign", "missing_transaction"),
-    "part",
     *("pending_check.park_reason", "pending_check.producer_group", "periodic_pass", "producer_epoch", "producer_group"),
-    *("pruned_table", "publisher", "resync", "slot_demand.waiting_for", "subscription", "subscription_limit"),
-    *("summary", "suspect.tried_on", "suspect_vanished", "topic", "unknown_version.event", "broker"),
+    *("pruned_table", "publisher", "resync", "schema_version", "slot_demand.waiting_for", "subscription"),
+    "subscription_limit",
+    *("summary", "quarantined_message.tried_on", "vanished_trial", "topic", "unknown_version.event", "broker"),
     *(f"schedule.{name}" for name in (
         "producer_group", "name", "expression", "timezone", "missed", "topic", "content_type", "body",
     )),

@@ -580,7 +580,7 @@ def test_only_the_guilty_message_of_a_death_is_suspected() -> None:
 
     def quarantined() -> set[str]:
         with connections["broker"].cursor() as cursor:
-            cursor.execute("SELECT l.key FROM outbox.suspect JOIN outbox.commit_log l USING (log_id)")
+            cursor.execute("SELECT l.key FROM outbox.quarantined_message JOIN outbox.commit_log l USING (log_id)")
             suspected.update(key for (key,) in cursor.fetchall())
         return suspected
 

@@ -234,7 +234,7 @@ ORDER BY group_id, instance_id
 
 _SWITCHES: Final = """
 SELECT group_id, paused, generation,
-       EXISTS (SELECT FROM {schema}.suspect s WHERE s.group_id = g.group_id) AS has_quarantined
+       EXISTS (SELECT FROM {schema}.quarantined_message s WHERE s.group_id = g.group_id) AS has_quarantined
 FROM {schema}.consumer_group g WHERE group_id = ANY(%(group_ids)s::integer[])
 """
 _GROUPS = Statement(_SWITCHES)

@@ -3,11 +3,11 @@
 A group handles each quarantined message alone, and then removes the message from quarantine or gives it up.
 
 The parent process sees its child process die, and knows which handler calls were running in the child. One of the
-messages of the running calls may be a poison message, so all these messages go into quarantine (table `suspect`). A
-consumer process handles a quarantined message alone, and a group handles one such message at a time. Before the
-attempt, the process commits a note about the attempt. If the handler returns a result or raises an error, the process
-removes the message from quarantine. If a process dies while it handles only this message, one death is counted against
-the message. After the third such death, the message becomes a dead letter.
+messages of the running calls may be a poison message, so all these messages go into quarantine (table
+`quarantined_message`). A consumer process handles a quarantined message alone, and a group handles one such message at
+a time. Before the attempt, the process commits a note about the attempt. If the handler returns a result or raises an
+error, the process removes the message from quarantine. If a process dies while it handles only this message, one death
+is counted against the message. After the third such death, the message becomes a dead letter.
 
 If a whole host fails, the parent process dies too, so no process records the death of the child. In this case, the note
 shows that an instance has vanished during an attempt. Vanished instances count as deaths if they were on at least two
@@ -51,7 +51,7 @@ class RunningCall:
 class QuarantinedMessage:
     """The data about a quarantined message that the instances of its group need.
 
-    The fields are columns of the table `suspect`.
+    The fields are columns of the table `quarantined_message`.
     """
 
     group_id: int
@@ -74,7 +74,7 @@ class QuarantineAttempt:
 
 _QUARANTINE = Statement(
     """
-INSERT INTO {schema}.suspect AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
+INSERT INTO {schema}.quarantined_message AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
 SELECT DISTINCT ON (group_id, log_id) group_id, log_id, call_size, deaths, %(hung)s, %(evidence)s,
        clock_timestamp() + make_interval(secs => """
     + _PAUSE.format("deaths")
@@ -89,8 +89,10 @@ SET call_size = excluded.call_size, deaths = known.deaths + excluded.deaths, hun
     + _PAUSE.format("known.deaths + excluded.deaths")
     + ")"
 )
-_END_ATTEMPTS = Statement("UPDATE {schema}.suspect SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s")
-_WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id = %(instance)s")
+_END_ATTEMPTS = Statement("""
+UPDATE {schema}.quarantined_message SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s
+""")
+_WITHDRAW = Statement("DELETE FROM {schema}.vanished_trial WHERE instance_id = %(instance)s")
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
@@ -120,7 +122,8 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
 
 
 _OF_GROUPS = Statement("""
-SELECT group_id, log_id, call_size, hung FROM {schema}.suspect WHERE group_id = ANY(%(group_ids)s::integer[])
+SELECT group_id, log_id, call_size, hung FROM {schema}.quarantined_message
+WHERE group_id = ANY(%(group_ids)s::integer[])
 """)
 
 
@@ -143,19 +146,20 @@ _NOTE_VANISHED = Statement(
     """
 WITH gone AS (
     SELECT s.group_id, s.log_id, s.tried_by, s.tried_on,
-           NOT s.hung AND (SELECT count(*) = 1 FROM {schema}.suspect t WHERE t.tried_by = s.tried_by) AS alone,
-           s.deaths + (SELECT count(*)::integer FROM {schema}.suspect_vanished v
+           NOT s.hung AND (SELECT count(*) = 1 FROM {schema}.quarantined_message t
+                           WHERE t.tried_by = s.tried_by) AS alone,
+           s.deaths + (SELECT count(*)::integer FROM {schema}.vanished_trial v
                        WHERE v.group_id = s.group_id AND v.log_id = s.log_id) + 1 AS times
-    FROM {schema}.suspect s
+    FROM {schema}.quarantined_message s
     WHERE s.group_id = %(group_id)s AND s.tried_by IS NOT NULL
       AND NOT EXISTS (SELECT FROM {schema}.consumer c
                       WHERE c.instance_id = s.tried_by AND c.group_id = s.group_id AND c.expires_at > clock_timestamp())
 ), noted AS (
-    INSERT INTO {schema}.suspect_vanished (group_id, log_id, instance_id, host)
+    INSERT INTO {schema}.vanished_trial (group_id, log_id, instance_id, host)
     SELECT group_id, log_id, tried_by, tried_on FROM gone WHERE alone
     ON CONFLICT DO NOTHING
 )
-UPDATE {schema}.suspect s
+UPDATE {schema}.quarantined_message s
 SET tried_by = NULL, tried_on = NULL, seen_at = clock_timestamp(),
     due_at = clock_timestamp() + make_interval(secs => """
     + _PAUSE.format("gone.times")
@@ -166,20 +170,20 @@ FROM gone WHERE s.group_id = gone.group_id AND s.log_id = gone.log_id
 _STANDING = Statement("""
 SELECT s.deaths + CASE WHEN gone.hosts >= 2 THEN gone.times ELSE 0 END AS deaths, s.evidence,
        greatest(0, extract(epoch FROM s.due_at - clock_timestamp()))::double precision AS seconds
-FROM {schema}.suspect s
+FROM {schema}.quarantined_message s
 CROSS JOIN LATERAL (
-    SELECT count(DISTINCT host) AS hosts, count(*) AS times FROM {schema}.suspect_vanished v
+    SELECT count(DISTINCT host) AS hosts, count(*) AS times FROM {schema}.vanished_trial v
     WHERE v.group_id = s.group_id AND v.log_id = s.log_id
 ) AS gone
 WHERE s.group_id = %(group_id)s AND s.log_id = ANY(%(log_ids)s::bigint[])
 """)
 _TRIED_ELSEWHERE = Statement("""
-SELECT EXISTS (SELECT FROM {schema}.suspect s
+SELECT EXISTS (SELECT FROM {schema}.quarantined_message s
                JOIN {schema}.consumer c ON c.instance_id = s.tried_by AND c.group_id = s.group_id
                WHERE s.group_id = %(group_id)s AND s.tried_by <> %(instance)s AND c.expires_at > clock_timestamp())
 """)
 _BEGIN_ATTEMPT = Statement("""
-UPDATE {schema}.suspect SET tried_by = %(instance)s, tried_on = %(host)s
+UPDATE {schema}.quarantined_message SET tried_by = %(instance)s, tried_on = %(host)s
 WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 """)
 
@@ -222,7 +226,7 @@ def _judge(run: Executor, values: Mapping[str, object], *, by_all: bool) -> Quar
 
 
 _CLEAR = Statement("""
-DELETE FROM {schema}.suspect WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
+DELETE FROM {schema}.quarantined_message WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 """)
 
 
@@ -233,8 +237,9 @@ def clear(run: Executor, group_id: int, log_ids: Sequence[int]) -> None:
 
 _HANG = Statement(
     """
-UPDATE {schema}.suspect SET deaths = deaths + 1, evidence = %(evidence)s, seen_at = clock_timestamp(), call_size = 1,
-       tried_by = NULL, tried_on = NULL, due_at = clock_timestamp() + make_interval(secs => """
+UPDATE {schema}.quarantined_message
+SET deaths = deaths + 1, evidence = %(evidence)s, seen_at = clock_timestamp(), call_size = 1, tried_by = NULL,
+    tried_on = NULL, due_at = clock_timestamp() + make_interval(secs => """
     + _PAUSE.format("deaths + 1")
     + """)
 WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
@@ -257,7 +262,7 @@ def withdraw_vanished(run: Executor, instance: UUID) -> None:
     run.execute(_WITHDRAW, {"instance": instance})
 
 
-_FORGET = Statement("DELETE FROM {schema}.suspect WHERE seen_at < clock_timestamp() - interval '7 days'")
+_FORGET = Statement("DELETE FROM {schema}.quarantined_message WHERE seen_at < clock_timestamp() - interval '7 days'")
 
 
 def forget_the_old(run: Executor) -> None:

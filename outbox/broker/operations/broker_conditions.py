@@ -889,12 +889,12 @@ def crash_loop(state: BrokerState) -> Iterable[Judged]:
 # first messages of one kind.
 _QUARANTINED: Final = Statement("""
 SELECT consumer_group.name AS group, log.message_id::text AS message, log.key, deaths,
-       extract(epoch FROM clock_timestamp() - suspected_at)::double precision AS quarantined_seconds, evidence,
+       extract(epoch FROM clock_timestamp() - quarantined_at)::double precision AS quarantined_seconds, evidence,
        count(*) OVER () AS total
-FROM {schema}.suspect
+FROM {schema}.quarantined_message
 JOIN {schema}.consumer_group USING (group_id) LEFT JOIN {schema}.commit_log log USING (log_id)
 WHERE hung = %(hung)s::boolean
-ORDER BY deaths DESC, suspected_at LIMIT %(limit)s
+ORDER BY deaths DESC, quarantined_at LIMIT %(limit)s
 """)
 
 

@@ -254,9 +254,9 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.consumer_group, {schema}.subscription, {schema}.consumer, {schema}.queue_lease,
          {schema}.leader_lease, {schema}.consumer_offset, {schema}.finished_ahead, {schema}.failure,
          {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
-         {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
-         {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
-         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction,
+         {schema}.producer_epoch, {schema}.fenced_half, {schema}.quarantined_message, {schema}.vanished_trial,
+         {schema}.outage, {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit,
+         {schema}.life, {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction,
          {schema}.timed_out, {schema}.consumer_process
 """)
 _OF_PARTS = Statement("""

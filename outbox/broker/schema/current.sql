@@ -512,35 +512,35 @@ CREATE INDEX timed_out_message ON timed_out (log_id);
 -- Messages in quarantine: their process died or hung while it handled them. A group has one trial at a time: the
 -- messages of a batch are tried by halves until one is alone. A handled message is removed. The third death of a process
 -- in a trial of the message alone makes it a dead letter.
-CREATE TABLE suspect (
-    group_id     integer     NOT NULL,
-    log_id       bigint      NOT NULL,
+CREATE TABLE quarantined_message (
+    group_id       integer     NOT NULL,
+    log_id         bigint      NOT NULL,
     -- Size of the last call whose process died: the next trial takes half as many messages together.
-    call_size    integer     NOT NULL,
+    call_size      integer     NOT NULL,
     -- How often its process died while it was handled alone, as the parent process saw, or its trial timed out.
-    deaths       integer     NOT NULL DEFAULT 0,
+    deaths         integer     NOT NULL DEFAULT 0,
     -- It hung and has killed no process so far: others may run beside it.
-    hung         boolean     NOT NULL,
-    evidence     text        NOT NULL,
-    suspected_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    seen_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
-    due_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    hung           boolean     NOT NULL,
+    evidence       text        NOT NULL,
+    quarantined_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    due_at         timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- The instance that tries it now, and its host; committed before its handler is called.
-    tried_by     uuid,
-    tried_on     text,
+    tried_by       uuid,
+    tried_on       text,
     PRIMARY KEY (group_id, log_id)
 );
-CREATE INDEX suspect_tried_by ON suspect (tried_by) WHERE tried_by IS NOT NULL;
+CREATE INDEX quarantined_message_tried_by ON quarantined_message (tried_by) WHERE tried_by IS NOT NULL;
 
 -- Instances that stopped their heartbeat while they tried a message alone; a new heartbeat removes the row.
-CREATE TABLE suspect_vanished (
+CREATE TABLE vanished_trial (
     group_id    integer     NOT NULL,
     log_id      bigint      NOT NULL,
     instance_id uuid        NOT NULL,
     host        text        NOT NULL,
     vanished_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (group_id, log_id, instance_id),
-    FOREIGN KEY (group_id, log_id) REFERENCES suspect ON DELETE CASCADE
+    FOREIGN KEY (group_id, log_id) REFERENCES quarantined_message ON DELETE CASCADE
 );
 
 -- Subscriptions that pause in one instance, because a service that their handlers need is down.

@@ -154,7 +154,7 @@ UPDATE {schema}.held SET key = %(replacement)s::text
 WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')
 """)),
     _error("failure", "error", _MESSAGE),
-    _text("suspect", "evidence", _MESSAGE),
+    _text("quarantined_message", "evidence", _MESSAGE),
     _text("check_history", "detail", _TRANSACTION),
     _text("pending_check", "last_answer", _TRANSACTION),
     _text("incident", "detail", "subject = ANY(%(ids)s::text[])"),

@@ -39,7 +39,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 def quarantined(bench: ConsumptionBench) -> list[tuple[Any, ...]]:
-    return bench.rows("SELECT log_id FROM outbox.suspect")
+    return bench.rows("SELECT log_id FROM outbox.quarantined_message")
 
 
 class Workers:
@@ -207,7 +207,7 @@ def test_a_harmless_message_whose_process_was_killed_from_outside_is_cleared(
             eventually(lambda done=done: orders.effect_count() > done, within_seconds=LONG)  # type: ignore[misc]
             os.kill(workers.supervisor.pids()["c1"], signal.SIGKILL)
             eventually(lambda dead=dead: workers.deaths() == dead, within_seconds=LONG)  # type: ignore[misc]
-        assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.suspect") in ([(True,)], [(None,)])
+        assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.quarantined_message") in ([(True,)], [(None,)])
         eventually(lambda: is_done(orders), within_seconds=LONG)
         eventually(lambda: quarantined(orders) == [], within_seconds=LONG)
     assert letters(orders) == []

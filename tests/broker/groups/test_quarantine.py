@@ -56,7 +56,7 @@ class Case:
         """Try it now, without the pause."""
         attempt = quarantine.begin_attempt(self.run, instance, host, self.group_id, [self.log_id])
         if attempt.wait_seconds:
-            self.bench.connection.execute("UPDATE outbox.suspect SET due_at = now()")
+            self.bench.connection.execute("UPDATE outbox.quarantined_message SET due_at = now()")
             attempt = quarantine.begin_attempt(self.run, instance, host, self.group_id, [self.log_id])
         return attempt
 
@@ -67,8 +67,8 @@ class Case:
     def row(self) -> tuple[Any, ...]:
         """(deaths, vanished, seconds until it may be tried)"""
         ((deaths, vanished, seconds),) = self.bench.rows(
-            "SELECT deaths, (SELECT count(*) FROM outbox.suspect_vanished v WHERE v.log_id = s.log_id),"
-            " round(extract(epoch FROM due_at - seen_at))::integer FROM outbox.suspect s WHERE log_id = %s",
+            "SELECT deaths, (SELECT count(*) FROM outbox.vanished_trial v WHERE v.log_id = s.log_id),"
+            " round(extract(epoch FROM due_at - seen_at))::integer FROM outbox.quarantined_message s WHERE log_id = %s",
             self.log_id,
         )
         return deaths, vanished, seconds
@@ -183,7 +183,7 @@ def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case)
 def test_a_message_with_three_deaths_is_given_up_and_its_queue_continues(bench: ConsumptionBench, mode: Mode) -> None:
     case = Case(bench)
     case.put_into_quarantine()
-    bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
+    bench.connection.execute("UPDATE outbox.quarantined_message SET deaths = 3")
     seen: list[str] = []
 
     def handle(delivery: Delivery) -> None:
@@ -194,7 +194,7 @@ def test_a_message_with_three_deaths_is_given_up_and_its_queue_continues(bench: 
     bench.runtime((subscription, handle)).run_once()
     assert sorted(seen) == ["k1", "k2"]
     assert bench.rows("SELECT log_id, left(error, 15) FROM outbox.dead_letter") == [(case.log_id, "KillsItsProcess")]
-    assert bench.rows("SELECT 1 FROM outbox.suspect") == []
+    assert bench.rows("SELECT 1 FROM outbox.quarantined_message") == []
     bench.assert_conserved("g")
 
 
@@ -209,7 +209,7 @@ def test_every_instance_of_a_broadcast_group_gives_the_message_up(bench: Consump
         "SELECT group_id, min(log_id) FROM outbox.consumer_group, outbox.commit_log GROUP BY 1"
     )
     quarantine.record_death(bench.run, uuid4(), [RunningCall(group_id, [log_id], False)], evidence="died", hung=False)
-    bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
+    bench.connection.execute("UPDATE outbox.quarantined_message SET deaths = 3")
     for _ in range(2):
         seen.clear()
         runtime.run_once()

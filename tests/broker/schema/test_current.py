@@ -89,8 +89,9 @@ DIFFERENCES: Final = [
     "ALTER TABLE outbox.life_sign SET LOGGED",
     "ALTER TABLE outbox.tick DISABLE TRIGGER ALL; ALTER TABLE outbox.queue DISABLE TRIGGER ALL",
     "ALTER TABLE outbox.topic DROP CONSTRAINT topic_on_park_check",
-    "ALTER TABLE outbox.suspect_vanished DROP CONSTRAINT suspect_vanished_group_id_log_id_fkey,"
-    " ADD CONSTRAINT suspect_vanished_group_id_log_id_fkey FOREIGN KEY (group_id, log_id) REFERENCES outbox.suspect",
+    "ALTER TABLE outbox.vanished_trial DROP CONSTRAINT vanished_trial_group_id_log_id_fkey,"
+    " ADD CONSTRAINT vanished_trial_group_id_log_id_fkey FOREIGN KEY (group_id, log_id)"
+    " REFERENCES outbox.quarantined_message",
     "DROP INDEX outbox.topic_fifo",
     "DROP INDEX outbox.op_log_xid; CREATE INDEX op_log_xid ON outbox.op_log (xid DESC)",
     "ALTER INDEX outbox.commit_log_stored_at SET (pages_per_range = 32)",

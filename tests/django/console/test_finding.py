@@ -108,7 +108,7 @@ def test_a_flood_of_incidents_hides_no_other_condition(world: World, operator: C
 def test_many_crashing_handlers_hide_no_hanging_one(world: World, operator: Client) -> None:
     world.subscribe("mail")
     world.sql(
-        "INSERT INTO outbox.suspect (group_id, log_id, call_size, deaths, hung, evidence)"
+        "INSERT INTO outbox.quarantined_message (group_id, log_id, call_size, deaths, hung, evidence)"
         " SELECT group_id, number, 1, 1 - (number / 121), number = 121, 'seen'"
         " FROM outbox.consumer_group, generate_series(1, 121) AS number WHERE name = 'mail'"
     )

@@ -8,8 +8,6 @@ the checker tries to write the tombstone itself, by a plain INSERT in autocommit
 - The INSERT would have to wait: the local transaction is still running. The answer is UNKNOWN, and no check is counted.
 - The INSERT collides: another transaction has committed the row meanwhile. The checker reads this row with a new
   statement.
-
-This module is tested on PostgreSQL, SQLite and MariaDB. Its settings for Oracle are not tested.
 """
 
 from __future__ import annotations
@@ -154,7 +152,7 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 
 
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
-    """Limit the wait for locks on MariaDB and Oracle.
+    """Limit the wait for locks on MariaDB.
 
     On PostgreSQL the statement itself limits this wait. On SQLite the connection's settings contain the limit.
     """
@@ -163,9 +161,6 @@ def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
             # Both limits are whole seconds. With 0, MariaDB does not wait for a row lock. One second is enough for
             # another session's short lock of the whole table.
             cursor.execute("SET SESSION innodb_lock_wait_timeout = 0, lock_wait_timeout = 1")
-    elif connection.vendor == "oracle":
-        connection.ensure_connection()
-        connection.connection.call_timeout = 1000
 
 
 def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:

@@ -38,8 +38,8 @@ def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
 
     A consumer process that does not respond may have such a transaction although it has lost its queue. If a handler's
     transaction begins after this call, the transaction does not commit: before the commit, the handler's process sees
-    that its lease has expired. On SQLite and Oracle, this function does not wait. Raises UsageError if the
-    transactions do not end in time.
+    that its lease has expired. On SQLite, this function does not wait. Raises UsageError if the transactions do not end
+    in time.
     """
     if connection.vendor == "mysql":
         _wait_on_mariadb(connection)
