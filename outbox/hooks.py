@@ -9,6 +9,25 @@ A part is a folder with an app of Django. A project turns the part on by naming 
         def ready(self) -> None:
             hooks.add_pass("greetings", 60.0, "shop.greetings.sending.send")
 
+What a part wants to do, and how:
+
+    change messages that are published          Option (those with the option), add_body_step (all: bodies, headers)
+    read bodies of its own form                 add_body_form
+    let projects declare types of messages      add_message_types
+    decide when a message starts, or which      add_admission, add_lane
+    wrap handlers                               add_handler_wrapper
+    work at intervals                           add_pass; in the leader: add_leader_work
+    have processes of its own                   add_role
+    do something before messages are consumed   add_preparation
+    have settings, fault points                 add_settings, add_fault_points
+    have tables of an application               add_tables, add_pruning (old rows), add_own_database
+    have tables of the broker                   add_schema, add_subscription_rows (rows that go with subscriptions)
+    show operators what is wrong                add_conditions, add_waits, add_result_report
+    let operators act and list                  add_actions
+    serve figures and files                     add_metrics, add_served, add_shared_folder
+    remove data of a person                     add_tables, add_schema, add_removal, add_list, add_deleted_keys
+    be another broker                           add_engine
+
 Code is named by its dotted path and imported when it is first called, so a web process imports nothing of what only
 workers, commands and pages run. A name that is added again replaces its earlier entry, because Django calls `ready`
 again if a test changes INSTALLED_APPS. Without parts, every collection below is empty.
@@ -64,8 +83,9 @@ def add_admission(option: type, kind: str) -> None:
     """Let a part decide when the calls of a subscription start that has an option of this class.
 
     `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/scheduler.py). A
-    consumer process makes one object per subscription with such an option, and calls it in the dispatching thread. An
-    error of it is an error of this thread's step, which begins again. A subscription has one such option at most.
+    consumer process makes one object per subscription with such an option, and calls it in the dispatching thread.
+    After a psycopg.Error this thread connects anew and repeats its step; another error ends the process. A subscription
+    has one such option at most.
     """
     admissions[option] = kind
 
@@ -79,8 +99,8 @@ def add_lane(option: type, kind: str) -> None:
 
     `kind` is the dotted path of a class with the methods of `Lane` (outbox/broker/consumer/lanes.py), such as a
     subclass of `RoundRobinLane` in the same file. A consumer process calls it with the option once per subscription in
-    concurrent mode, and uses the object in the dispatching thread. An error of it is an error of this
-    thread's step, which begins again. A subscription has one such option at most, and may have an admission beside it.
+    concurrent mode, and uses the object in the dispatching thread. An error of it ends the process. A subscription has
+    one such option at most, and may have an admission beside it.
     """
     lanes[option] = kind
 
@@ -94,7 +114,8 @@ def add_result_report(option: type, kind: str) -> None:
 
     `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/scheduler.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread, on a
-    connection of the broker in autocommit mode. An error of it is an error of this thread's step, which begins again.
+    connection of the broker in autocommit mode. After a psycopg.Error this thread connects anew and repeats its step;
+    another error ends the process.
     """
     result_reports[option] = kind
 
@@ -367,6 +388,9 @@ def add_schema(part: str, package: str, *, content: Mapping[str, str] | None = N
     `transaction_ids` and `topic_id`, the `replacement` of their keys or None, and `patterns` (SQL's LIKE) of texts that
     are removed wherever they are.
 
+    Retention knows nothing of these tables. Their old rows go by a reference to the core's rows (ON DELETE CASCADE), by
+    `add_subscription_rows`, or by work of the part (`add_leader_work`, `add_pass`).
+
     The broker's database records the part. Other services on it may lack the part, and may have parts that this one
     lacks.
     """
@@ -520,10 +544,11 @@ body_steps: Final[dict[str, str]] = {}
 
 
 def add_body_step(name: str, step: str) -> None:
-    """Let a part change the encoded body of any message, after its options have been applied.
+    """Let a part change any message that is published (its encoded body, its headers), after its options did so.
 
-    `step` is the dotted path of a function `() -> BodyStep | None` (outbox/contrib/django/engine/body_steps.py). It is
-    called when a process first publishes with its settings, and returns None if they do not use the step.
+    `step` is the dotted path of a function or class `() -> BodyStep | None` (its base class is in
+    outbox/contrib/django/engine/body_steps.py). It is called when a process first publishes with its settings, and
+    returns None if they do not use the step.
     """
     body_steps[name] = step
 

@@ -27,7 +27,7 @@ from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
-from outbox.contrib.django.catalogue import ACTIONS, of_command
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import OperatorAction
@@ -320,14 +320,7 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 
 # Each of them is what a process does by itself, or stores what a run of Spark found.
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
-READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
-READS |= {"outbox_dead_letter list", "outbox_transaction list", "outbox_dead_letter edited"}
-READS |= {
-    "outbox_relay list",
-    "outbox_endpoint list",
-    "outbox_process list",
-    "outbox_finding list",
-}
+READS = {"outbox_message show", *(one.command for one in LISTINGS.values())}
 
 
 def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:

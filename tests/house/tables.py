@@ -181,7 +181,7 @@ def _environment() -> str:
 
 
 def _on_rocketmq(kind: str, table: Mapping[str, str]) -> str:
-    return _table((kind, "on RocketMQ"), ((f"`{name}`", instead or "works") for name, instead in table.items()))
+    return _table((kind, "on RocketMQ"), ((f"`{name}`", instead) for name, instead in table.items()))
 
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
@@ -205,7 +205,6 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "environment": _environment,
     "commands on RocketMQ": partial(_on_rocketmq, "command", operator_table.COMMANDS),
     "pages on RocketMQ": partial(_on_rocketmq, "page", operator_table.PAGES),
-    "metrics on RocketMQ": partial(_on_rocketmq, "metric", operator_table.METRICS),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from outbox import hooks
 from tests.house import parts
 
 
@@ -12,6 +15,11 @@ def test_the_core_names_no_part() -> None:
 def test_every_folder_of_contrib_is_a_part() -> None:
     folders = {f"contrib/{one.parent.name}/" for one in parts.ROOT.glob("outbox/contrib/*/__init__.py")}
     assert folders - {"contrib/django/"} <= {path for part in parts.PARTS for path in part.paths}
+
+
+def test_the_index_of_the_hooks_names_each_one() -> None:
+    index = (hooks.__doc__ or "").split("Code is named by", 1)[0]
+    assert {name for name in vars(hooks) if name.startswith("add_")} == set(re.findall(r"\badd_\w+", index))
 
 
 def test_every_part_has_files() -> None:

@@ -21,6 +21,7 @@ from django.core.files.storage import InvalidStorageError, Storage, storages
 from outbox.broker.database.executor import Executor
 from outbox.codec import OWN_CONTENT_TYPES, REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.contrib.django.settings.conf import get_settings, settings_of
 from outbox.contrib.large_bodies.locks import hold
 from outbox.contrib.large_bodies.reference import Reference, unread_body
@@ -145,8 +146,8 @@ def kept(declared: DeclaredLargeBodies, messages: Sequence[Message]) -> Iterator
 
 
 @dataclass(frozen=True, slots=True)
-class LargeBodies:
-    """Stores a body beyond a size in the storage before its message is published (a `BodyStep`)."""
+class LargeBodies(BodyStep):
+    """Stores a body beyond a size in the storage before its message is published."""
 
     declared: DeclaredLargeBodies
 

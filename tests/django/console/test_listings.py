@@ -28,7 +28,8 @@ ARGUMENTS = {"messages": ["orders"], "queues": ["mail"]}
 
 def printed(listing: Listing, *more: str) -> str:
     out = StringIO()
-    call_command(*listing.command.split(), *ARGUMENTS.get(listing.name, []), *more, stdout=out, no_color=True)
+    required = ["nothing" for one in listing.fields if one.required and one.positional]
+    call_command(*listing.command.split(), *ARGUMENTS.get(listing.name, required), *more, stdout=out, no_color=True)
     return out.getvalue()
 
 

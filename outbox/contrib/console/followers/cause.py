@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Final
 
-from outbox.broker.database.executor import Executor
+from outbox.contrib.django.engine.body_steps import BodyStep
 from outbox.hooks import Draft
-from outbox.message import Message
 from outbox.names import MAX_HEADERS
 from outbox.utils import log_context
 
 HEADER: Final = "outbox-cause"
 
 
-class CauseStep:
-    """Implements outbox.contrib.django.engine.body_steps.BodyStep."""
+class CauseStep(BodyStep):
+    """Adds the header to what handlers publish."""
 
     def encode(self, draft: Draft) -> None:
         """Add the header, if a handler with one message publishes. A batch has no single cause.
@@ -29,10 +27,3 @@ class CauseStep:
             return
         if HEADER not in headers and len(headers) < MAX_HEADERS - 1:
             draft.headers = {**headers, HEADER: f"{deliveries[0].message_id} {deliveries[0].group}"}
-
-    def before_append(self, run: Executor, messages: Sequence[Message]) -> None:
-        """Do nothing: the header is part of the message."""
-
-    def while_sending(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
-        """Return an empty block."""
-        return nullcontext()
