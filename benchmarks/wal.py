@@ -73,7 +73,8 @@ class Case:
     def atomic(self, catalog: TopicCatalog) -> None:
         with self.publishing.transaction():
             run = Executor(self.publishing, "outbox")
-            commit_log.append_placed(run, catalog, [Message(topic=PLAIN, body=BODY)], producer_group="bench")
+            message = Message(topic=PLAIN, body=BODY)
+            commit_log.append_decided(run, catalog, [message], producer_group="bench", transactional=True)
 
     def two_phase(self, _: TopicCatalog) -> None:
         half = HalfTransaction(producer_group="bench", messages=[Message(topic=PLAIN, body=BODY)], ledger_id=uuid4())

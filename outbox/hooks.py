@@ -519,7 +519,7 @@ body_steps: Final[dict[str, str]] = {}
 def add_body_step(name: str, step: str) -> None:
     """Let a part change the encoded body of any message, after its options have been applied.
 
-    `step` is the dotted path of a function `() -> BodyStep | None` (outbox/contrib/django/engine/body_steps.py). It is
+    `step` is the dotted path of a function `() -> BodyStep | None` (outbox/contrib/django/engine/broker.py). It is
     called when a process first publishes with its settings, and returns None if they do not use the step.
     """
     body_steps[name] = step

@@ -16,7 +16,7 @@ HEADER: Final = "outbox-cause"
 
 
 class CauseStep:
-    """Implements outbox.contrib.django.engine.body_steps.BodyStep."""
+    """Implements outbox.contrib.django.engine.broker.BodyStep."""
 
     def encode(self, draft: Draft) -> None:
         """Add the header, if a handler with one message publishes. A batch has no single cause.
