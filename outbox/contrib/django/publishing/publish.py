@@ -9,7 +9,7 @@ leads to the broker's own database, that connection writes the message as part o
 atomic path needs no half message. An engine may store some messages as rows of its own instead of half messages
 (`Engine.store_rows`).
 
-See decisions 022, 026 and 076.
+See decision 022, decision 026 and decision 076.
 """
 
 from __future__ import annotations
