@@ -547,8 +547,8 @@ def add_body_step(name: str, step: str) -> None:
     """Let a part change any message that is published (its encoded body, its headers), after its options did so.
 
     `step` is the dotted path of a function or class `() -> BodyStep | None` (its base class is in
-    outbox/contrib/django/engine/body_steps.py). It is called when a process first publishes with its settings, and
-    returns None if they do not use the step.
+    outbox/contrib/django/engine/broker.py). It is called when a process first publishes with its settings, and returns
+    None if they do not use the step.
     """
     body_steps[name] = step
 

@@ -58,11 +58,13 @@ class Message:
     born_at: datetime = field(default_factory=partial(datetime.now, UTC))
 
     def __post_init__(self) -> None:
-        names.check_topic(self.topic)
+        # Each publish call runs these checks, so ordinary values cost no call.
+        key = self.key
+        if type(self.topic) is not str or not names.is_identifier(self.topic):
+            names.check_topic(self.topic)
         try:
-            # Each publish call runs these checks, so an empty text costs no call.
-            if type(self.key) is not str or self.key:
-                names.check_key(self.key)
+            if type(key) is not str or len(key) > names.MAX_KEY or not key.isascii() or "\x00" in key:
+                names.check_key(key)
             if type(self.tag) is not str or self.tag:
                 names.check_tag(self.tag)
             if self.headers:

@@ -32,7 +32,7 @@ def check_group(name: str) -> str:
 
 
 def _check_identifier(what: str, name: object) -> str:
-    if not isinstance(name, str) or not _is_identifier(name):
+    if not isinstance(name, str) or not is_identifier(name):
         raise InvalidName(
             f"{what} name {shown_value(name)} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
             f"beginning with a letter, a digit or '_'."
@@ -41,7 +41,8 @@ def _check_identifier(what: str, name: object) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _is_identifier(name: str) -> bool:
+def is_identifier(name: str) -> bool:
+    """Whether `name` can be the name of a topic or group."""
     return _TOPIC.fullmatch(name) is not None
 
 

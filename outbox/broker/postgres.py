@@ -17,7 +17,7 @@ import psycopg
 from psycopg import errors as pg
 
 from outbox.broker.database import notify
-from outbox.broker.database.connection import BrokerDatabase, Pool
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Pool
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.one_way import OneWay
 from outbox.broker.log import commit_log, recall, topics
@@ -95,9 +95,9 @@ class PostgresBroker:
         return receipts
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
+        return self._publish(timeout_seconds, partial(self._append_half, half), half.messages)
 
-    def _append_half(self, run: Executor, half: HalfTransaction) -> list[SendReceipt]:
+    def _append_half(self, half: HalfTransaction, run: Executor) -> list[SendReceipt]:
         default = self._check.immunity_seconds
         if half.producer is None:
             return commit_log.append_half(run, self.catalog, half, default_immunity_seconds=default)
@@ -290,13 +290,16 @@ class PostgresBroker:
         self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: Callable[[], str]
     ) -> _Result:
         deadline = time.monotonic() + timeout_seconds
+
+        def use(connection: BrokerConnection) -> _Result:
+            if not self._schema_known:
+                check_schema(connection, self.database.schema)
+                self._schema_known = True
+            return request(Executor(connection, self.database.schema))
+
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with self._pool.connection(deadline) as connection:
-                    if not self._schema_known:
-                        check_schema(connection, self.database.schema)
-                        self._schema_known = True
-                    return request(Executor(connection, self.database.schema))
+                return self._pool.lend(deadline, use)
             except (BrokerUnavailable, *_TRANSIENT) as error:
                 # If the server was restarted, all earlier connections are broken.
                 self._pool.clear()

@@ -82,15 +82,16 @@ class _Fault:
     visits: int = 0
 
 
-_armed: dict[str, _Fault] = {}
+# The armed faults by their points. It is always the same object: where each call counts, code looks at it first.
+armed: dict[str, _Fault] = {}
 _lock = threading.Lock()
 
 
 def point(name: str) -> None:
     """Run the action of the fault point `name`. If the fault point has no action, return at once."""
-    if not _armed:
+    if not armed:
         return
-    fault = _armed.get(name)
+    fault = armed.get(name)
     if fault is None:
         return
     with _lock:
@@ -107,10 +108,10 @@ def arm(specification: str) -> None:
 
     Raises ConfigurationError.
     """
-    armed = _parsed(specification)
-    _refuse_unknown(armed)
-    _armed.clear()
-    _armed.update(armed)
+    wanted = _parsed(specification)
+    _refuse_unknown(wanted)
+    armed.clear()
+    armed.update(wanted)
 
 
 def check_environment() -> None:
@@ -123,8 +124,8 @@ def check_environment() -> None:
 
 def observe(names: Iterable[str], action: Callable[[str], None]) -> None:
     """Call `action` with the name of the point at each visit of these points. All other points are disarmed."""
-    _armed.clear()
-    _armed.update({name: _Fault(action, None, None) for name in names})
+    armed.clear()
+    armed.update({name: _Fault(action, None, None) for name in names})
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:
@@ -177,4 +178,4 @@ def _first(marker: str) -> bool:
     return True
 
 
-_armed.update(_parsed(os.environ.get("OUTBOX_FAULTS", "")))
+armed.update(_parsed(os.environ.get("OUTBOX_FAULTS", "")))

@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.commit_log import append_placed
+from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.operations.deletion import delete_topic
 from outbox.broker.postgres import PostgresBroker
@@ -74,7 +74,7 @@ def test_it_stores_what_the_atomic_path_stores(connection: BrokerConnection) -> 
     with connection.transaction():
         run = Executor(connection, "outbox")
         for message in ours:
-            append_placed(run, TopicCatalog(), [message], producer_group="shop")
+            append_decided(run, TopicCatalog(), [message], producer_group="shop", transactional=True)
     rows = connection.execute(f"SELECT {COLUMNS} FROM outbox.commit_log ORDER BY log_id").fetchall()
     assert rows[:3] == rows[3:]
     bodies = connection.execute("SELECT body FROM outbox.commit_log").fetchall()

@@ -13,28 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connections, transaction
 from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
-from django.test import TestCase
+from django.test import TestCase, override_settings
 
 import outbox
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
-    initialized_connections,
     is_test_case,
     rollback_cause,
+    running_loop,
     running_tests,
     set_rollback_cause,
+    settings_read,
 )
+from outbox.contrib.django.publishing.publish import initialized_connections
 
 PACKAGE = Path(outbox.__file__).parent
 # Private by their underscore, but documented: by Django, Python and confluent-kafka.
 DOCUMENTED = {"_meta", "_base_manager", "_state", "_exit", "_getframe", "_MSG_TIMED_OUT"}
 # The modules that may use private names, by their path below outbox/.
 PRIVATE = {
-    "contrib/django/database/django_internals.py": {"_TestState", "_connections", "_storage"},
+    "contrib/django/database/django_internals.py": {"_TestState", "_connections", "_get_running_loop", "_storage"},
+    "broker/database/psycopg_internals.py": {"_get_tx_start_command"},
     # The only module that imports RocketMQ's library.
     "rocketmq/client.py": {
         *("_init_settings_event", "_receive", "_receive_req", "_retrieve_topic_route_data"),
@@ -139,6 +143,28 @@ def test_a_connection_is_opened_in_the_known_function() -> None:
         connection_created.disconnect(receive)
         connection.close()
     assert CONNECT in found
+
+
+def test_the_settings_that_were_read_are_forgotten_when_one_changes() -> None:
+    value = settings.OUTBOX
+    assert settings_read["OUTBOX"] is value
+    with override_settings(DEBUG=True):
+        assert "OUTBOX" not in settings_read
+        assert settings.OUTBOX is value and settings_read["OUTBOX"] is value
+    assert "OUTBOX" not in settings_read
+    with override_settings(OUTBOX={}):
+        assert settings.OUTBOX == {} and settings_read["OUTBOX"] is settings.OUTBOX
+        settings.OUTBOX = value
+        assert "OUTBOX" not in settings_read
+        del settings.OUTBOX
+        assert "OUTBOX" not in settings_read
+
+
+def test_a_coroutine_is_known() -> None:
+    async def is_known() -> bool:
+        return running_loop() is asyncio.get_running_loop()
+
+    assert asyncio.run(is_known()) and running_loop() is None
 
 
 def test_a_test_run_is_known() -> None:

@@ -1,18 +1,27 @@
-"""What publish leaves out to be light is not missed: options of BEGIN, and the guard of a running test."""
+"""What publish leaves out to be light is not missed: options of BEGIN, the guard of a running test, and each change of
+the values that it does not read again for every message.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
+from django.conf import settings as django_settings
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from outbox.contrib.django import publish
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import ConfigurationError
+from outbox.contrib.django import get_broker, publish
+from outbox.contrib.django.engine.broker import current_engine, reset_broker
+from outbox.contrib.django.settings.conf import forced, get_settings
+from outbox.errors import ConfigurationError, InvalidMessage
+from outbox.topic import MessageType
 from tests.django.state import decisions
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "empty_log")
@@ -75,3 +84,92 @@ def test_each_guard_of_a_running_test_is_asked(path: str, monkeypatch: pytest.Mo
                 publish("orders", {}, key="k")
         with transaction.atomic():
             publish("orders", {}, key="k")
+
+
+@contextmanager
+def of_broker(**values: Any) -> Iterator[None]:
+    """Other values of the broker's alias, as a test runner sets them."""
+    entry = connections.settings[get_settings().broker]
+    before = dict(entry)
+    entry.update(values)
+    try:
+        yield
+    finally:
+        entry.update(before)
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "settings": lambda: override_settings(OUTBOX={**django_settings.OUTBOX}),
+    "no settings": lambda: override_settings(OUTBOX=None),
+    "keys of test helpers": lambda: forced({"IN_MEMORY": True}),
+    "NAME": lambda: of_broker(NAME="other"),
+    "HOST": lambda: of_broker(HOST="other"),
+    "PORT": lambda: of_broker(PORT="1"),
+    "USER": lambda: of_broker(USER="other"),
+    "PASSWORD": lambda: of_broker(PASSWORD="other"),
+    "role": lambda: of_broker(OPTIONS={"assume_role": "other"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_what_the_engine_was_made_for_is_noticed_by_the_next_call(change: str) -> None:
+    """No session is opened here. An engine that would be kept publishes to the former database."""
+    reset_broker()
+    before = current_engine()
+    assert current_engine() is before
+    try:
+        with CHANGES[change]():
+            changed = current_engine()
+            assert changed is not before and changed.settings is get_settings()
+            assert current_engine() is changed
+        assert current_engine() not in (before, changed)
+    finally:
+        reset_broker()
+
+
+@override_settings()
+def test_settings_that_appear_later_are_noticed() -> None:
+    outbox = django_settings.OUTBOX
+    del django_settings.OUTBOX
+    reset_broker()
+    without = current_engine()
+    assert current_engine() is without
+    django_settings.OUTBOX = outbox
+    assert current_engine().settings.topics and not without.settings.topics
+    reset_broker()
+
+
+def test_a_topic_that_was_changed_is_noticed_when_the_topics_are_read_again(path: str) -> None:
+    with transaction.atomic():
+        publish("payments", {})
+    broker = get_broker()
+    before = broker.topic("payments")
+    broker.declare([replace(before, types=frozenset({MessageType.FIFO, MessageType.TRANSACTION}))])
+    try:
+        current_engine().catalog._stale_at = 0.0
+        with transaction.atomic(), pytest.raises(InvalidMessage, match="needs a key"):
+            publish("payments", {})
+    finally:
+        broker.declare([before])
+
+
+def test_another_connection_of_the_driver_is_noticed(path: str) -> None:
+    """What is known about a session ends with it: the watch of its blocks, and whether it has begun a transaction."""
+    for key in ("first", "second"):
+        connections["default"].close()
+        with transaction.atomic():
+            publish("orders", {}, key=key)
+    assert decisions() == {"first": "C", "second": "C"}
+
+
+def test_another_encoding_of_the_session_is_noticed(path: str) -> None:
+    with transaction.atomic():
+        publish("orders", {}, key="é1")
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SET client_encoding = 'LATIN1'")
+    try:
+        with transaction.atomic():
+            publish("orders", {}, key="é2")
+    finally:
+        connections["default"].close()
+    assert decisions() == {"é1": "C", "é2": "C"}

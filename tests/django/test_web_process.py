@@ -69,7 +69,7 @@ def test_a_process_that_publishes_imports_no_code_of_workers_and_operators() -> 
     assert done.returncode == 0, done.stderr
     imported = done.stdout.split()
     # Both paths have been used.
-    assert {"outbox.broker.postgres", "outbox.contrib.django.publishing.ends"} <= set(imported)
+    assert {"outbox.broker.postgres", "outbox.contrib.django.ledger.ledger"} <= set(imported)
     assert [name for name in imported if any(f"{name}.".startswith(f"{one}.") for one in UNNEEDED)] == []
 
 

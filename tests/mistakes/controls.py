@@ -22,7 +22,7 @@ from outbox.contrib.django import publish
 from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
 from outbox.contrib.django.engine.broker import CurrentEngine
-from outbox.contrib.django.publishing import checkback, decorators, ends
+from outbox.contrib.django.publishing import checkback, decorators
 from outbox.contrib.django.publishing import publish as publishing
 from outbox.contrib.django.subscribers import claims, inbox, outside
 from outbox.contrib.django.subscribers.inbox import InboxEntries
@@ -92,7 +92,7 @@ def trust_the_text_of_an_error(patch: pytest.MonkeyPatch) -> None:
 
 def report_every_commit(patch: pytest.MonkeyPatch) -> None:
     """After a plain atomic() COMMIT is reported without a look into the ledger."""
-    patch.setattr(ends, "_in_ledger", lambda connection, halves: set(halves.ids))
+    patch.setattr(publishing, "_in_ledger", lambda connection, halves: set(halves.ids))
 
 
 def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
@@ -101,16 +101,16 @@ def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     def after_commit(
         connection: BaseDatabaseWrapper, current: CurrentEngine, half: HalfTransaction, halves: BlockHalves
     ) -> None:
-        is_there = half.transaction_id in ends._in_ledger(connection, halves)
-        ends._end_soon(current.broker, half, Decision.COMMIT if is_there else Decision.ROLLBACK)
+        is_there = half.transaction_id in publishing._in_ledger(connection, halves)
+        publishing.end_soon(current.broker, half, Decision.COMMIT if is_there else Decision.ROLLBACK)
 
-    patch.setattr(ends, "_after_commit", after_commit)
+    patch.setattr(publishing, "_after_commit", after_commit)
 
 
 def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     """The decorator reports ROLLBACK although its connection has left the transaction that wrote the row."""
     let_statements_pass(patch)
-    patch.setattr(ends, "_is_rolled_back", lambda *args: True)
+    patch.setattr(decorators, "_is_rolled_back", lambda *args: True)
 
 
 def take_no_key(patch: pytest.MonkeyPatch) -> None:

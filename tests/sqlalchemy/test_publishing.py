@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from outbox import errors
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.commit_log import append_placed
+from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.operations.changes import reject_transactional
 from outbox.broker.operations.deletion import delete_topic
@@ -106,7 +106,7 @@ def test_it_stores_what_the_atomic_path_of_django_stores(
     ]
     with connection.transaction():
         for message in ours:
-            append_placed(Executor(connection, "outbox"), TopicCatalog(), [message])
+            append_decided(Executor(connection, "outbox"), TopicCatalog(), [message], transactional=True)
     rows = connection.execute(f"SELECT {COLUMNS} FROM outbox.commit_log ORDER BY log_id").fetchall()
     assert rows[: len(given)] == rows[len(given) :]
 

@@ -13,8 +13,7 @@ import re
 import select
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
@@ -313,16 +312,15 @@ class Pool:
         self._idle: list[BrokerConnection] = []
         self._is_closed = False
 
-    @contextmanager
-    def connection(self, deadline: float) -> Iterator[BrokerConnection]:
-        """Lend an autocommit connection whose statements end by `deadline` (monotonic).
+    def lend(self, deadline: float, use: Callable[[BrokerConnection], _Result]) -> _Result:
+        """Return what `use` returns for an autocommit connection whose statements end by `deadline` (monotonic).
 
-        The pool does not keep a broken connection.
+        The pool does not keep a broken connection. (A context manager would take six more calls per message.)
         """
         connection = self._take() or self._database.open(timeout_seconds=deadline - time.monotonic())
+        connection.deadline = deadline
         try:
-            with connection.within(deadline):
-                yield connection
+            result = use(connection)
         except UsageError:
             # The server has refused the statement and does not execute it any more. The connection can be used again.
             self._give_back(connection)
@@ -331,6 +329,7 @@ class Pool:
             connection.close()
             raise
         self._give_back(connection)
+        return result
 
     def _take(self) -> BrokerConnection | None:
         if self._pid != os.getpid():
@@ -346,8 +345,9 @@ class Pool:
             connection.close()
 
     def _give_back(self, connection: BrokerConnection) -> None:
+        connection.deadline = None
         with self._lock:
-            is_idle = connection.info.transaction_status == TransactionStatus.IDLE
+            is_idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
             if is_idle and len(self._idle) < self._keep and not self._is_closed:
                 self._idle.append(connection)
                 return

@@ -113,7 +113,8 @@ class OneWay:
         waits up to 1 s, and the next attempt to connect follows some seconds later. If a hundred requests have no
         answer yet, the call waits 0.1 s once. The next call of `send` writes the requests that are still queued.
         """
-        self._notice_fork()
+        if self._pid != os.getpid():
+            self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
             self._drop(len(requests), "the server does not keep up")
             return
@@ -130,7 +131,8 @@ class OneWay:
 
     def flush(self, *, within_seconds: float) -> bool:
         """Wait for all answers; returns False if the time ran out or no request could be sent."""
-        self._notice_fork()
+        if self._pid != os.getpid():
+            self._notice_fork()
         deadline = time.monotonic() + within_seconds
         while self._queued or self._unanswered:
             left = deadline - time.monotonic()
@@ -159,9 +161,8 @@ class OneWay:
             self._unanswered.clear()
 
     def _notice_fork(self) -> None:
-        if self._pid != os.getpid():
-            _inherited.append((self._pgconn, self._connecting))
-            self._start_anew()
+        _inherited.append((self._pgconn, self._connecting))
+        self._start_anew()
 
     def _drop(self, number: int, why: str) -> None:
         before, self.dropped = self.dropped, self.dropped + number
@@ -180,7 +181,21 @@ class OneWay:
         Return whether the connection accepts more requests.
         """
         try:
-            return self._read_and_write()
+            try:
+                if self._pgconn is not None:
+                    self._read(self._pgconn)
+            except _BROKEN as error:
+                # The server was restarted or has ended the session: connect again at once.
+                self._lose(error)
+            try:
+                if self._pgconn is None:
+                    self._connect_soon()
+                return self._pgconn is not None and self._write_queued(self._pgconn)
+            except _BROKEN as error:
+                self._lose(error)
+                self._failures += 1
+                self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
+                return False
         except BaseException as error:
             # The signal handler of a time limit may have raised an exception during this call, or a request could not
             # be written. After such an exception or failed write, this code does not know which requests were written
@@ -188,38 +203,22 @@ class OneWay:
             self._lose(error)
             raise
 
-    def _read_and_write(self) -> bool:
-        try:
-            self._read()
-        except _BROKEN as error:
-            # The server was restarted or has ended the session: connect again at once.
-            self._lose(error)
-        try:
-            if not self._is_connected():
-                return False
-            assert self._pgconn is not None
-            return self._write_queued(self._pgconn)
-        except _BROKEN as error:
-            self._lose(error)
-            self._failures += 1
-            self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
-            return False
-
     def _write_queued(self, pgconn: PGconn) -> bool:
         while self._queued:
             room = _MAX_UNANSWERED - len(self._unanswered)
             if not room and not self._has_caught_up(pgconn):
                 return False
             count = min(room, len(self._queued))
-            if count == 1:
-                self._write_one(pgconn, self._queued.popleft())
-                pgconn.flush()
-                continue
-            ahead = [self._queued[position] for position in range(count)]
-            last = {pending.request: pending for pending in ahead if pending.request.is_said_once}
+            # The last of the equal requests that are said once. They are equal if they are the same object.
+            last: dict[int, _PendingRequest] = {}
+            if count > 1:
+                for position in range(count):
+                    pending = self._queued[position]
+                    if pending.request.is_said_once:
+                        last[id(pending.request)] = pending
             for _ in range(count):
                 pending = self._queued.popleft()
-                if last.get(pending.request, pending) is pending:
+                if last.get(id(pending.request), pending) is pending:
                     self._write_one(pgconn, pending)
             # If the socket's buffer is full, the next call sends the remaining bytes.
             pgconn.flush()
@@ -231,8 +230,18 @@ class OneWay:
         The reader waits for each unanswered request, so a request must not be counted before it is written.
         """
         pending.times_sent += 1
+        request, prepared = pending.request, self._prepared
+        values, formats = list(request.values), [Format.BINARY] * len(request.values)
         try:
-            self._write_statement(pgconn, pending.request)
+            if prepared is None or not values:
+                # A utility statement without parameters has no plan.
+                pgconn.send_query_params(request.text, values, request.oids or None, formats)
+            else:
+                name = prepared.get(request.text)
+                if name is None:
+                    name = prepared[request.text] = new_statement_name()
+                    pgconn.send_prepare(name, request.text, request.oids)
+                pgconn.send_query_prepared(name, values, formats)
             pgconn.pipeline_sync()
         except _BROKEN:
             # `_lose` queues this request again, like the unanswered requests.
@@ -240,37 +249,15 @@ class OneWay:
             raise
         self._unanswered.append(pending)
 
-    def _write_statement(self, pgconn: PGconn, request: Request) -> None:
-        values, formats = list(request.values), [Format.BINARY] * len(request.values)
-        if self._prepared is None or not values:
-            # A utility statement without parameters has no plan.
-            pgconn.send_query_params(request.text, values, request.oids or None, formats)
-            return
-        name = self._prepared.get(request.text)
-        if name is None:
-            name = self._prepared[request.text] = new_statement_name()
-            pgconn.send_prepare(name, request.text, request.oids)
-        pgconn.send_query_prepared(name, values, formats)
-
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:
             return False
         self._is_stalled = not _wait(pgconn, _CATCH_UP_SECONDS)
-        self._read()
+        self._read(pgconn)
         return not self._is_stalled
 
-    def _read(self) -> None:
-        pgconn = self._pgconn
-        if pgconn is None:
-            return
+    def _read(self, pgconn: PGconn) -> None:
         pgconn.consume_input()
-        self._take_answers(pgconn)
-        if not self._unanswered:
-            # A server that ends a session first sends the reason and then closes the connection. This second read finds
-            # the end of the connection.
-            pgconn.consume_input()
-
-    def _take_answers(self, pgconn: PGconn) -> None:
         while self._unanswered and not pgconn.is_busy():
             result = pgconn.get_result()
             if result is None:
@@ -287,6 +274,10 @@ class OneWay:
                 self._refused(result)
             elif self._unanswered[0].request is _WHOSE_SESSION and result.get_value(0, 0) == b"%d" % pgconn.backend_pid:
                 self._prepared = {}
+        if not self._unanswered:
+            # A server that ends a session first sends the reason and then closes the connection. This second read finds
+            # the end of the connection.
+            pgconn.consume_input()
 
     def _refused(self, result: PGresult) -> None:
         if result.status == ExecStatus.PIPELINE_ABORTED:
@@ -320,15 +311,13 @@ class OneWay:
         self._unanswered.clear()
         self._queued.extendleft(reversed(again))
 
-    def _is_connected(self) -> bool:
-        """Connect without a long wait, if the pause after a failure is over. Return whether there is a connection."""
-        if self._pgconn is not None:
-            return True
+    def _connect_soon(self) -> None:
+        """Connect without a long wait, if the pause after a failure is over."""
         now = time.monotonic()
         patience = 0.0
         if self._connecting is None:
             if now < self._connect_not_before:
-                return False
+                return
             self._connecting = connect_generator(self._database.session_conninfo(self._name))
             self._wanted = next(self._connecting)
             self._give_up_at = now + _CONNECT_SECONDS
@@ -336,7 +325,6 @@ class OneWay:
         elif now >= self._give_up_at:
             raise psycopg.OperationalError("the server does not answer")
         self._connect(self._connecting, now + patience)
-        return self._pgconn is not None
 
     def _connect(self, connecting: PQGenConn[PGconn], deadline: float) -> None:
         assert self._wanted is not None

@@ -7,6 +7,9 @@ the sender holds `Connection.lock`.
 
 from __future__ import annotations
 
+from typing import Final
+
+from psycopg import Connection
 from psycopg.abc import PQGen, PQGenConn
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
@@ -27,7 +30,11 @@ __all__ = [
     "Ready",
     "Transformer",
     "Wait",
+    "begin_command",
     "connect_generator",
     "error_from_result",
     "execute_generator",
 ]
+
+# Returns the BEGIN that psycopg would send now, with the isolation level and the like of the connection.
+begin_command: Final = Connection._get_tx_start_command

@@ -32,6 +32,7 @@ from outbox.broker.database.psycopg_internals import (
     PGconn,
     PGresult,
     Transformer,
+    begin_command,
     error_from_result,
     execute_generator,
 )
@@ -143,14 +144,37 @@ def send_one(connection: Connection, schema: str, statement: Statement, dumped: 
 
     The caller has checked that `can_send` is true. Raises psycopg.Error.
     """
-    text, _ = statement.on(schema)
-    prepared = prepared_on(connection)
-    if prepared is not None:
+    pgconn = connection.pgconn
+    text, _ = statement.texts.get(schema) or statement.on(schema)
+    if pgconn.transaction_status == _IDLE and (prepared := prepared_on(connection)) is not None:
         try:
-            return _executed(connection, statement, dumped, text, prepared)
+            return _by_prepared(connection, statement, dumped, text, prepared)
         except InvalidSqlStatementName:
             session_of(connection).prepared = None
-    return _executed(connection, statement, dumped, text, None)
+    with connection.lock:
+        pgconn.send_query_params(text, dumped, statement.oids, statement.formats)
+        result = _result(connection)
+    return _loaded(result, statement.loads)
+
+
+def _by_prepared(
+    connection: Connection,
+    statement: Statement,
+    dumped: list[bytes | None],
+    text: bytes,
+    prepared: dict[bytes, bytes],
+) -> list[Row]:
+    pgconn = connection.pgconn
+    with connection.lock:
+        name = prepared.get(text)
+        if name is None:
+            name = new_statement_name()
+            pgconn.send_prepare(name, text, statement.oids)
+            _result(connection)
+            prepared[text] = name
+        pgconn.send_query_prepared(name, dumped, statement.formats)
+        result = _result(connection)
+    return _loaded(result, statement.loads)
 
 
 def send_text(connection: Connection, text: bytes, statement: Statement) -> list[Row]:
@@ -163,35 +187,28 @@ def send_text(connection: Connection, text: bytes, statement: Statement) -> list
         return _loaded(_result(connection), statement.loads)
 
 
-def _executed(
-    connection: Connection,
-    statement: Statement,
-    values: list[bytes | None],
-    text: bytes,
-    prepared: dict[bytes, bytes] | None,
-) -> list[Row]:
-    pgconn = connection.pgconn
-    with connection.lock:
-        if prepared is None:
-            pgconn.send_query_params(text, values, statement.oids, statement.formats)
-        else:
-            name = prepared.get(text)
-            if name is None:
-                name = new_statement_name()
-                pgconn.send_prepare(name, text, statement.oids)
-                _result(connection)
-                prepared[text] = name
-            pgconn.send_query_prepared(name, values, statement.formats)
-        result = _result(connection)
-    return _loaded(result, statement.loads)
+def begin(connection: Connection) -> None:
+    """Begin the transaction of an open block that has executed no statement, as psycopg would do now.
+
+    The next statements then need no cursor of psycopg. In autocommit or in a pipeline, nothing is sent. Raises
+    psycopg.Error.
+    """
+    if not connection.autocommit and not connection.pgconn.pipeline_status:
+        with connection.lock:
+            connection.pgconn.send_query(begin_command(connection))
+            _result(connection)
 
 
 def _loaded(result: PGresult, loads: Sequence[Callable[[bytes], Any]]) -> list[Row]:
-    columns = list(enumerate(loads))
-    return [
-        tuple([None if (value := result.get_value(row, column)) is None else load(value) for column, load in columns])
-        for row in range(result.ntuples)
-    ]
+    # Loops instead of comprehensions, each of which is one more call before Python 3.12.
+    rows: list[Row] = []
+    for row in range(result.ntuples):
+        values = []
+        for column, load in enumerate(loads):
+            value = result.get_value(row, column)
+            values.append(None if value is None else load(value))
+        rows.append(tuple(values))
+    return rows
 
 
 def _result(connection: Connection) -> PGresult:

@@ -11,9 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from decimal import Decimal
-from typing import Final
+from typing import Final, NamedTuple
 
 import psycopg
 
@@ -23,14 +21,13 @@ from outbox.broker.database.timeouts import lifted
 from outbox.errors import BrokerUnavailable
 
 
-@dataclass(frozen=True, slots=True)
-class ServerIdentity:
-    """A database, and the start time of its server (seconds since 1970).
+class ServerIdentity(NamedTuple):
+    """A database, and the start time of its server (seconds since 1970, as text).
 
     Two servers have different identities. After a restart, a server has a new identity.
     """
 
-    started_at: Decimal
+    started_at: str
     database: str
 
 
@@ -39,7 +36,7 @@ class ServerIdentity:
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock($1::bigint),
-       extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
+       extract(epoch FROM pg_postmaster_start_time())::numeric::text, current_database()::text
 """
 
 

@@ -70,7 +70,7 @@ class Statement:
     types of named parameters are given by name.
     """
 
-    __slots__ = ("_cache", "dumps", "formats", "loads", "oids", "text")
+    __slots__ = ("dumps", "formats", "loads", "oids", "text", "texts")
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class Statement:
         if isinstance(parameters, Mapping):
             # In the order of the numbers that `on` gives the names.
             parameters = [parameters[name] for name in dict.fromkeys(_NAME.findall(text))]
-        self._cache: dict[str, tuple[bytes, tuple[str, ...]]] = {}
+        # What `on` has returned, by schema.
+        self.texts: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         self.oids = [parameter.oid for parameter in parameters]
         self.formats = [Format.BINARY] * len(parameters)
         self.dumps = [parameter.dump for parameter in parameters]
@@ -94,20 +95,23 @@ class Statement:
         psycopg would translate a statement of more than 4 KB anew on every execution. Raises ConfigurationError when
         the schema's name is not allowed.
         """
-        found = self._cache.get(schema)
+        found = self.texts.get(schema)
         if found is None:
             named = sql.SQL(self.text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
             names: list[str] = []
             text = _PARAMETER.sub(lambda match: _number(match, names), named)
-            found = self._cache[schema] = (text, tuple(names))
+            found = self.texts[schema] = (text, tuple(names))
         return found
 
     def dumped(self, values: Sequence[Any]) -> list[bytes | None] | None:
         """Return the binary forms of the values; None if a value does not have the declared type."""
+        dumped: list[bytes | None] = []
         try:
-            return [None if value is None else dump(value) for dump, value in zip(self.dumps, values, strict=True)]
+            for dump, value in zip(self.dumps, values, strict=True):
+                dumped.append(None if value is None else dump(value))
         except _OTHER_TYPE:
             return None
+        return dumped
 
     def dumped_all(self, values: Sequence[Any]) -> list[bytes | None]:
         """Return the binary forms of the values. Raises TypeError if a value does not have the declared type."""

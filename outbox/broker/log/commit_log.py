@@ -24,7 +24,7 @@ from psycopg.pq import TransactionStatus
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.sender import first_row
+from outbox.broker.database.sender import all_rows
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.database.statement import (
     BIGINT,
@@ -32,7 +32,6 @@ from outbox.broker.database.statement import (
     BYTEA,
     FLOAT8,
     INTEGER,
-    NUMERIC,
     TEXT,
     TIMESTAMPTZ,
     UUID_,
@@ -65,7 +64,7 @@ _DECIDED_ONE: Final = Statement(
     SELECT * FROM {schema}.append_one($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
     """,
     (*_ONE, TEXT, BOOLEAN),
-    (BIGINT, NUMERIC, TEXT),
+    (BIGINT, TEXT, TEXT),
 )
 
 
@@ -114,50 +113,29 @@ def append_decided(
     """
     if not messages:
         return []
-    return append_placed(run, catalog, messages, producer_group=producer_group, transactional=transactional)[0]
+    rows = catalog.prepare(run.connection, messages, transactional=transactional)
+    return append_prepared(run, rows, producer_group=producer_group, transactional=bool(transactional))[0]
 
 
-def append_placed(
-    run: Executor,
-    catalog: TopicCatalog,
-    messages: Sequence[Message],
-    *,
-    producer_group: str = "",
-    transactional: bool | None = True,
+def append_prepared(
+    run: Executor, rows: Sequence[Prepared], *, producer_group: str, transactional: bool
 ) -> tuple[list[SendReceipt], ServerIdentity]:
-    """Do the same as `append_decided` for at least one message, but also return the server that stored the messages.
+    """Do the same as `append_decided` for at least one prepared message; also return the server that stored them.
 
     The atomic path needs the server, because the caller's connection may reach another server than before.
     """
-    rows = catalog.prepare(run.connection, messages, transactional=transactional)
     try:
         if len(rows) == 1:
-            log_ids, place = _append_one(run, rows[0], producer_group, bool(transactional))
+            [(log_id, started_at, database)] = all_rows(
+                run, _DECIDED_ONE, (*_one(rows[0]), producer_group, transactional)
+            )
+            log_ids = [] if log_id is None else [log_id]
         else:
-            log_ids, place = _append_all(run, rows, producer_group, bool(transactional))
+            given = {"producer_group": producer_group, "transactional": transactional}
+            log_ids, started_at, database = _store_all(run, rows, given)
     except UniqueViolation as error:
-        raise _sent_with_others(messages[0]) from error
-    if transactional and len(log_ids) < len(rows):
-        _check_not_rejecting(run, messages)
-    return _receipts(run, messages, log_ids, half=False), place
-
-
-def _append_one(
-    run: Executor, row: Prepared, producer_group: str, transactional: bool
-) -> tuple[list[int], ServerIdentity]:
-    found = first_row(run, _DECIDED_ONE, (*_one(row), producer_group, transactional))
-    assert found is not None
-    log_id, started_at, database = found
-    return [] if log_id is None else [log_id], ServerIdentity(started_at, database)
-
-
-def _append_all(
-    run: Executor, rows: Sequence[Prepared], producer_group: str, transactional: bool
-) -> tuple[list[int], ServerIdentity]:
-    log_ids, started_at, database = _store_all(
-        run, rows, {"producer_group": producer_group, "transactional": transactional}
-    )
-    return log_ids or [], ServerIdentity(started_at, database)
+        raise _sent_with_others(rows[0].message) from error
+    return _receipts(run, rows, log_ids or [], transactional=transactional), ServerIdentity(str(started_at), database)
 
 
 _NOT_HALF: Final = {"half": False, "immunity": None, "ledger_id": None, "checker": None}
@@ -189,8 +167,8 @@ def append_half(
     immunity_seconds = default_immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
     if len(rows) == 1:
         values = (half.producer_group, half.checker, immunity_seconds, half.ledger_id)
-        one = first_row(run, _HALF_ONE, (*_one(rows[0]), *values))
-        log_ids = [] if one is None or one[0] is None else [one[0]]
+        [(log_id,)] = all_rows(run, _HALF_ONE, (*_one(rows[0]), *values))
+        log_ids = [] if log_id is None else [log_id]
     else:
         given = {
             "half": True,
@@ -204,9 +182,7 @@ def append_half(
             log_ids = _store_all(run, rows, given)[0] or []
         except UniqueViolation as error:
             raise _sent_with_others(half.messages[0]) from error
-    if len(log_ids) < len(rows):
-        _check_not_rejecting(run, half.messages)
-    return _receipts(run, half.messages, log_ids, half=True)
+    return _receipts(run, rows, log_ids, transactional=True, half=True)
 
 
 def _sent_with_others(message: Message) -> InvalidMessage:
@@ -231,7 +207,7 @@ def _one(row: Prepared) -> tuple[Any, ...]:
     message = row.message
     return (
         message.message_id,
-        row.topic_id,
+        row.known.topic_id,
         row.shard,
         message.key,
         message.tag,
@@ -246,7 +222,7 @@ def _one(row: Prepared) -> tuple[Any, ...]:
 
 def _many(rows: Sequence[Prepared]) -> dict[str, Any]:
     messages = [row.message for row in rows]
-    topics, one_topic = _unless_equal([row.topic_id for row in rows])
+    topics, one_topic = _unless_equal([row.known.topic_id for row in rows])
     tags, one_tag = _unless_equal([message.tag for message in messages])
     types, one_type = _unless_equal([message.content_type for message in messages])
     return {
@@ -272,16 +248,24 @@ def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
     return ([] if values.count(values[0]) == len(values) else values), values[0]
 
 
-def _receipts(run: Executor, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool) -> list[SendReceipt]:
-    transaction_id = messages[0].message_id
-    if len(log_ids) == len(messages):
+def _receipts(
+    run: Executor, rows: Sequence[Prepared], log_ids: Sequence[int], *, transactional: bool, half: bool = False
+) -> list[SendReceipt]:
+    transaction_id = rows[0].message.message_id
+    if len(log_ids) == len(rows):
         # PostgreSQL assigned the log ids in the order of the call.
-        return [
-            SendReceipt(
-                message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
+        receipts = []
+        for row, log_id in zip(rows, log_ids, strict=True):
+            item = row.message
+            receipts.append(
+                SendReceipt(
+                    message_id=item.message_id, transaction_id=transaction_id, topic=item.topic, position=log_id
+                )
             )
-            for message, log_id in zip(messages, log_ids, strict=True)
-        ]
+        return receipts
+    messages = [row.message for row in rows]
+    if transactional:
+        _check_not_rejecting(run, messages)
     wanted = arrays.uuids([message.message_id for message in messages])
     stored = {row.message_id: row for row in run.objects(_Stored, _FIND, {"message_ids": wanted})}
     return [

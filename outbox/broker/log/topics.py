@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from psycopg import pq
@@ -112,6 +112,9 @@ class TopicRow:
         return self.over_limit
 
 
+_ORDINARY_TYPES: Final = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
+
+
 @dataclass(frozen=True, slots=True)
 class KnownTopic:
     """A topic as the broker stores it."""
@@ -120,13 +123,23 @@ class KnownTopic:
     topic: Topic
     # Which limit of the topic is exceeded, and the remedy; None if none is.
     over_limit: str | None = None
+    # Whether the local transaction locks the keys of the topic's messages.
+    locks_keys: bool = field(init=False)
+    # Whether an ordinary message (without delivery time and headers) of a transaction is accepted without a look at it.
+    takes_ordinary: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        types, is_fifo = self.topic.types, self.topic.is_fifo
+        takes_ordinary = self.over_limit is None and not is_fifo and types >= _ORDINARY_TYPES
+        object.__setattr__(self, "locks_keys", is_fifo and self.topic.key_lock)
+        object.__setattr__(self, "takes_ordinary", takes_ordinary)
 
 
 class Prepared(NamedTuple):
     """A message that its topic accepts, with the values that the log stores in addition to the message."""
 
     message: Message
-    topic_id: int
+    known: KnownTopic
     shard: int | None
 
 
@@ -224,6 +237,19 @@ class TopicCatalog:
         Raises UnknownTopic, MessageTypeMismatch, InvalidMessage or TopicOverLimit.
         """
         if len(messages) == 1:
+            message = messages[0]
+            known = self._known.get(message.topic)
+            if (
+                known is not None
+                and known.takes_ordinary
+                and transactional
+                and message.deliver_at is None
+                and message.delay is None
+                and not message.headers
+                and time.monotonic() < self._stale_at
+            ):
+                shard = select_shard(message, self._selectors.get(message.topic), known.topic.queue_count)
+                return [Prepared(message, known, shard)]
             return self._prepare(connection, messages, transactional)
         prepared: list[Prepared] = []
         start = 0
@@ -239,12 +265,12 @@ class TopicCatalog:
         """Do the same as `prepare` for messages of one topic."""
         name = messages[0].topic
         known, selector = self.get(connection, name), self._selectors.get(name)
-        topic_id, topic = known.topic_id, known.topic
+        topic = known.topic
         topic.check_accepts_all(messages, transactional=transactional)
         # `transactional` is None if the local transaction has committed: the message must not be lost.
         if known.over_limit is not None and transactional is not None:
             self._check_limit(connection, messages[0])
-        return [Prepared(message, topic_id, select_shard(message, selector, topic.queue_count)) for message in messages]
+        return [Prepared(message, known, select_shard(message, selector, topic.queue_count)) for message in messages]
 
     def _check_limit(self, connection: Connection, message: Message) -> None:
         """Raise TopicOverLimit, or log a warning, if a limit of the message's topic is still exceeded.

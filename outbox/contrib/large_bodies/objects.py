@@ -21,7 +21,7 @@ from django.core.files.storage import InvalidStorageError, Storage, storages
 from outbox.broker.database.executor import Executor
 from outbox.codec import OWN_CONTENT_TYPES, REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.body_steps import BodyStep
+from outbox.contrib.django.engine.broker import BodyStep
 from outbox.contrib.django.settings.conf import get_settings, settings_of
 from outbox.contrib.large_bodies.locks import hold
 from outbox.contrib.large_bodies.reference import Reference, unread_body

@@ -24,6 +24,7 @@ from outbox.broker.database.psycopg_internals import (
     Ready,
     Transformer,
     Wait,
+    begin_command,
     connect_generator,
     error_from_result,
     execute_generator,
@@ -53,6 +54,14 @@ def test_a_connection_is_made_in_steps(broker_url: str) -> None:
 def test_both_directions_together_are_each_of_them() -> None:
     assert isinstance(READY_RW, Ready)
     assert READY_RW & READY_R == READY_R and READY_RW & READY_W == READY_W and not READY_R & READY_W
+
+
+def test_the_options_of_a_connection_are_in_its_begin(connection: BrokerConnection) -> None:
+    assert begin_command(connection) == b"BEGIN"
+    connection.isolation_level, connection.read_only = psycopg.IsolationLevel.SERIALIZABLE, True
+    assert begin_command(connection) == b"BEGIN ISOLATION LEVEL SERIALIZABLE READ ONLY"
+    connection.isolation_level = connection.read_only = None
+    assert begin_command(connection) == b"BEGIN"
 
 
 def test_one_statement_is_executed_in_steps(connection: BrokerConnection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.contrib.django.engine.body_steps import BodyStep
+from outbox.contrib.django.engine.broker import BodyStep
 from outbox.hooks import Draft
 from outbox.names import MAX_HEADERS
 from outbox.utils import log_context

@@ -10,10 +10,11 @@ import asyncio
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Final, cast
 
+from django.conf import settings
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
@@ -36,7 +37,7 @@ class WatchedBlocks(list[Atomic]):
         self._begin = begin
 
     def append(self, block: Atomic) -> None:
-        if all(is_test_case(outer) for outer in self):
+        if all(map(is_test_case, self)):
             self._begin()
             if not self._connection.needs_rollback:
                 self._connection.rollback_exc = None
@@ -47,23 +48,15 @@ class WatchedBlocks(list[Atomic]):
 is_test_case: Final = cast(Callable[[Atomic], bool], operator.attrgetter("_from_testcase"))
 
 
-# The attributes of this object are the connections of the present thread.
-_of_thread: Final = cast(Any, connections)._connections._storage
+# The values of the settings that were read since a setting changed: Django drops all of them when a test overrides one.
+settings_read: Final = cast(dict[str, object], object.__getattribute__(settings, "__dict__"))
 
+# Like asyncio.get_running_loop, but returns None where that raises an error.
+running_loop: Final = asyncio._get_running_loop
 
-def initialized_connections() -> Sequence[BaseDatabaseWrapper]:
-    """Return what `connections.all(initialized_only=True)` returns, but in the order in which the code used them first.
-
-    Each publish call asks, and Django's function takes three to five calls of Python functions for each alias.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        found = dict(vars(_of_thread))
-        # Under this name asgiref keeps the connections of coroutines.
-        found.pop("cvar", None)
-        return list(found.values())
-    return connections.all(initialized_only=True)
+# The attributes of this object are the connections of the present thread. Under the name "cvar" asgiref keeps those of
+# coroutines.
+connections_of_thread: Final = cast(Any, connections)._connections._storage
 
 
 def rollback_cause(connection: BaseDatabaseWrapper) -> Exception | None:

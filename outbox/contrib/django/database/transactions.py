@@ -1,16 +1,15 @@
-"""Finds the local transaction of a publish call, and checks that its atomic block still has that transaction."""
+"""Watches the atomic blocks of a connection, because Django does not see every end of a transaction."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
-from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InternalError, OperationalError
 from psycopg import Connection, pq
@@ -20,19 +19,13 @@ from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
-    initialized_connections,
     is_test_case,
     rollback_cause,
-    set_rollback_cause,
 )
-from outbox.errors import ConfigurationError, TransactionUsageError
+from outbox.errors import TransactionUsageError
 from outbox.utils import log_context
-from outbox.utils.safe_text import error_line, shown_value
+from outbox.utils.safe_text import error_line
 
-# -- the watch of a block --------------------------------------------------------------------------
-#
-# Watches the transaction of an atomic block, because Django does not see every end of a transaction.
-#
 # Django assumes that a block is one transaction from BEGIN to COMMIT. Application code can end that transaction earlier
 # by hand. The later statements of the block then run in another transaction (on SQLite, without a transaction), and the
 # earlier writes are already committed or rolled back. A message must not be bound to a block whose transaction was
@@ -154,10 +147,11 @@ class BlockWatch:
 
     def begin(self) -> None:
         """Reset the state, because an outermost block begins."""
-        self._started = False
-        self._ended = ""
+        # Whether the block has executed a statement, and which statement has ended its transaction by hand.
+        self.is_begun = False
+        self.ended_by = ""
         self._is_lost = False
-        self._bound_to = ""
+        self.bound_to = ""
         self.halves = BlockHalves()
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
@@ -173,7 +167,7 @@ class BlockWatch:
             # A statement of the ORM ends no transaction, unless another statement follows it.
             if (not is_of_orm or ";" in sql) and (word := _ending_statement(sql, self._connection)):
                 self._note_end(word)
-            self._started = True
+            self.is_begun = True
             if self.traces is not None:
                 return self._traced(self.traces, execute, sql, params, many, context)
             if self._is_mariadb:
@@ -221,35 +215,35 @@ class BlockWatch:
 
     def note_begun(self) -> None:
         """Record that a statement outside of Django's cursors began the block's transaction."""
-        self._started = True
+        self.is_begun = True
 
     def note_own(self, text: str) -> None:
         """Record a statement of this package that Django's cursors do not execute, and that ends no transaction."""
         if not text.startswith("SELECT"):
             self.written += 1
         if self._connection.in_atomic_block:
-            self._started = True
+            self.is_begun = True
 
     def _note_end(self, word: str) -> None:
-        if self._bound_to:
+        if self.bound_to:
             raise TransactionUsageError(
                 f"{word} inside atomic() on {self._connection.alias!r} was not executed: it would end the "
-                f"transaction of {self._bound_to} before the block does. To commit, leave the block; to roll back, "
+                f"transaction of {self.bound_to} before the block does. To commit, leave the block; to roll back, "
                 "raise an exception, or use transaction.set_rollback(True)."
             )
-        self._ended = word
+        self.ended_by = word
 
     def bind(self, what: str) -> None:
         """Refuse later statements that end the block's transaction by hand, with `what` in the error text."""
-        self._bound_to = self._bound_to or what
+        self.bound_to = self.bound_to or what
 
     def what_ended(self) -> str:
         """The reason why the block's transaction has ended or cannot commit, or ''.
 
         Raises psycopg.Error if a statement in a psycopg pipeline has failed.
         """
-        if self._ended:
-            return f"{self._ended} was executed by hand inside the block"
+        if self.ended_by:
+            return f"{self.ended_by} was executed by hand inside the block"
         if self._is_lost:
             return "the server rolled the transaction back after a deadlock or a lock timeout"
         raw = self._connection.connection
@@ -259,7 +253,7 @@ class BlockWatch:
             status = raw.pgconn.transaction_status
             if status == _IN_ERROR:
                 return "a statement in the block failed, and its error was caught, so PostgreSQL will roll back"
-            if status == _IDLE and self._started:
+            if status == _IDLE and self.is_begun:
                 return "the transaction of the block was ended by hand"
         elif self._connection.vendor == "sqlite" and raw is not None and not raw.in_transaction:
             return "the transaction of the block was ended by hand"
@@ -325,31 +319,6 @@ def is_watched(connection: BaseDatabaseWrapper, watch: BlockWatch) -> bool:
     return connection.execute_wrappers != [watch] or connection.queries_logged
 
 
-def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> BlockWatch:
-    """Return the watch of a block if the block still has the transaction that it began with.
-
-    Otherwise raise TransactionUsageError, which says that `what()` was not done. The caller then rolls the block back
-    (see `failing_takes_the_block_along`).
-    """
-    watch = watch_of(connection)
-    if connection.needs_rollback:
-        cause = cause_of_rollback(connection) or ", for example because an error was caught in the block"
-        raise TransactionUsageError(
-            f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback{cause}. Let that "
-            "error leave the block, or put the code that may fail into an inner atomic()."
-        ) from rollback_cause(connection)
-    try:
-        reason = watch.what_ended()
-    except DriverError as error:
-        reason = f"a statement in the psycopg pipeline failed ({str(error).strip()})"
-    if reason:
-        raise TransactionUsageError(
-            f"{what()} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put "
-            "a statement that may fail into an inner atomic(), and do not execute COMMIT or ROLLBACK by hand."
-        )
-    return watch
-
-
 def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
     """Wait until a psycopg pipeline has executed its statements.
 
@@ -412,69 +381,6 @@ def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> Transaction
     )
 
 
-# -- the open transaction --------------------------------------------------------------------------
-
-
-def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
-    """The connection whose transaction a publish call joins; None if no transaction is open.
-
-    `using` names the alias. Without `using`, this thread may have an open transaction on at most one alias. The
-    transaction that a TestCase wraps around a test is ignored. Raises TransactionUsageError if transactions are open on
-    several aliases, or if Django did not begin the transaction.
-    """
-    if using is not None:
-        if not isinstance(using, str) or using not in connections:
-            raise ConfigurationError(
-                f"publish(…, using={shown_value(using)}): that alias is not in DATABASES; use one of "
-                f"{', '.join(connections)}."
-            )
-        connection = connections[using]
-        _refuse_manual_commit(connection)
-        return connection if in_transaction(connection) else None
-    # Each publish call runs this loop, so it calls no function for an ordinary block.
-    found: list[BaseDatabaseWrapper] = []
-    for connection in initialized_connections():
-        if connection.connection is not None and not (connection.in_atomic_block and connection.commit_on_exit):
-            _refuse_manual_commit(connection)
-        if not all(map(is_test_case, connection.atomic_blocks)):
-            found.append(connection)
-    if len(found) > 1:
-        aliases = ", ".join(sorted(repr(connection.alias) for connection in found))
-        raise TransactionUsageError(
-            f"transactions are open on {aliases}: name the alias of the transaction that the message belongs to: "
-            "publish(…, using=…)."
-        )
-    return found[0] if found else None
-
-
-@contextmanager
-def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
-    """Mark the atomic block of a publish call for rollback if the call fails for any reason.
-
-    Otherwise a caller that catches the error would commit its row without the message.
-    """
-    try:
-        yield
-    except BaseException as error:
-        mark_for_rollback(using, error)
-        raise
-
-
-def mark_for_rollback(using: str | None, cause: BaseException) -> None:
-    """Mark the atomic block that a publish call joins for rollback, because of its error `cause`.
-
-    The next error of the block names the first cause: it is the `__cause__` of Django's TransactionManagementError. If
-    it is not clear which transaction the call joins, no block is marked, because the error of the call then gives the
-    reason.
-    """
-    with suppress(TransactionUsageError, ConfigurationError):
-        connection = current_transaction(using)
-        if connection is not None:
-            if not connection.needs_rollback and isinstance(cause, Exception):
-                set_rollback_cause(connection, cause)
-            connection.set_rollback(True)
-
-
 def cause_of_rollback(connection: BaseDatabaseWrapper) -> str:
     """Return the cause why the block is marked for rollback, as a part of a sentence; '' if it is not known."""
     cause = rollback_cause(connection)
@@ -491,30 +397,6 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
     """Whether the connection's outermost atomic block belongs to a TestCase, and so never commits."""
     return bool(connection.atomic_blocks) and is_test_case(connection.atomic_blocks[0])
-
-
-def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
-    if connection.in_atomic_block:
-        manual = not connection.commit_on_exit
-    elif connection.connection is None:
-        # Do not open a connection only to read its autocommit mode: the message may have nothing to do with this
-        # database.
-        manual = not connection.settings_dict["AUTOCOMMIT"]
-    else:
-        manual = not connection.autocommit
-    if not manual and begun_by_hand(connection):
-        raise TransactionUsageError(
-            f"a transaction was begun by hand on {connection.alias!r}, and outbox cannot see when it commits: put "
-            f"the write and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of "
-            "BEGIN and COMMIT. If the message belongs to another database, name its alias: publish(…, using=…)."
-        )
-    if manual:
-        raise TransactionUsageError(
-            f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), and outbox cannot "
-            "see when it commits: turn AUTOCOMMIT on and put the write and the publish call into `with "
-            f"transaction.atomic(using={connection.alias!r})`. If the message belongs to another database, name "
-            "its alias: publish(…, using=…)."
-        )
 
 
 def is_missing_table(error: DatabaseError) -> bool:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
 from outbox import hooks
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.codec import Codecs
 from outbox.contrib.django.database.aliases import place_named_by
+from outbox.contrib.django.database.django_internals import settings_read
 from outbox.contrib.django.database.in_tests import makes_or_drops_databases, refuse_in_tests
-from outbox.contrib.django.engine.body_steps import body_steps
 from outbox.contrib.django.engine.engine import Engine
-from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
+from outbox.contrib.django.settings import conf
+from outbox.contrib.django.settings.conf import EngineName, OutboxSettings
+from outbox.hooks import Draft
+from outbox.message import Message
 from outbox.ports import Broker
 
 if TYPE_CHECKING:
@@ -31,10 +37,36 @@ _ENGINES: Final[Mapping[str, str]] = {
 _FLUSH_SECONDS: Final = 2.0
 
 
-class CurrentEngine:
-    """The engine, the broker and the caches that belong to one settings object and one database."""
+class BodyStep:
+    """What a part does with all messages of this process (`outbox.hooks.add_body_step`).
 
-    def __init__(self, settings: OutboxSettings) -> None:
+    An error refuses the messages, and nothing is published. A subclass overrides what it needs: a part that only adds a
+    header overrides `encode`.
+    """
+
+    __slots__ = ()
+
+    def encode(self, draft: Draft) -> None:
+        """Change the draft of a message (its body or its headers), after the options of the message have done so."""
+
+    def before_append(self, run: Executor, messages: Sequence[Message]) -> None:
+        """Called in the transaction that stores these messages, before it stores them (the atomic path)."""
+
+    def while_sending(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
+        """Return the block in which the broker stores these messages in a transaction of its own."""
+        return nullcontext()
+
+
+class CurrentEngine:
+    """The engine, the broker and the caches that belong to one settings object and one database.
+
+    `outbox` and `forced_keys` are the values from which the settings were read.
+    """
+
+    def __init__(self, read: conf.SettingsRead) -> None:
+        outbox, self.forced_keys, settings, _ = read
+        # A missing setting is looked up each time, because `settings_read` never has it.
+        self.outbox = object() if outbox is None else outbox
         self.settings = settings
         self.has_database = settings.has_database
         self.place = _place(settings)
@@ -42,7 +74,8 @@ class CurrentEngine:
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
         self.broker = self.engine.broker
-        self.body_steps = body_steps()
+        steps = (hooks.resolved(path)() for path in hooks.body_steps.values())
+        self.body_steps: Sequence[BodyStep] = [step for step in steps if step is not None]
         # The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them. The keys are the
         # targets of aliases. A value is the server on which the atomic path was proven, or None if messages take the
         # two-phase path.
@@ -60,10 +93,6 @@ class CurrentEngine:
     def broker_at_commit(self) -> Broker:
         """The broker for a message that this object has published: its own broker, unless the settings have changed."""
         return self.broker if self is _current else get_broker()
-
-    def place_of(self, alias: str) -> tuple[object, ...]:
-        """The key of an alias in `paths`."""
-        return self.place if self.has_database and alias == self.settings.broker else place_named_by(alias)
 
 
 def _place(settings: OutboxSettings) -> tuple[object, ...]:
@@ -84,24 +113,31 @@ def engine_of(settings: OutboxSettings) -> Engine:
 def current_engine() -> CurrentEngine:
     """The engine of this process with its caches; the same object until the settings change.
 
-    A publish call reads this object once, because each reading compares the settings and the database of the broker's
-    alias. Raises ConfigurationError.
+    Each publish call asks, so the usual case calls no function. Raises ConfigurationError.
     """
     global _current
-    settings = get_settings()
     current = _current
-    # The alias may lead to another database than before, as in a test run.
     if (
         current is not None
-        and current.settings is settings
-        and (not current.has_database or place_named_by(settings.broker) == current.place)
+        and settings_read.get("OUTBOX") is current.outbox
+        and conf.forced_keys is current.forced_keys
     ):
-        return current
+        if not current.has_database:
+            return current
+        # The alias may lead to another database than before, as in a test run.
+        entry = connections.settings.get(current.settings.broker)
+        if entry is not None and current.place == (
+            *(entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]),
+            entry["OPTIONS"].get("assume_role"),
+        ):
+            return current
     with _lock:
+        read = conf.read_settings()
+        settings = read[2]
         if _current is None or _current.settings is not settings or _current.place != _place(settings):
             if _current is not None:
                 _current.broker.close()
-            _current = CurrentEngine(settings)
+            _current = CurrentEngine(read)
         return _current
 
 

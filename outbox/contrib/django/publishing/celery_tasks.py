@@ -8,8 +8,11 @@ from typing import Any, Final, TypeVar
 from uuid import uuid5
 
 from outbox.broker.celery.tasks import RecordedTask, hand_over, record
-from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
-from outbox.contrib.django.publishing.publish import publish
+from outbox.contrib.django.publishing.publish import (
+    current_transaction,
+    failing_takes_the_block_along,
+    publish,
+)
 from outbox.contrib.django.settings.conf import get_settings, imported, tasks_topic
 from outbox.contrib.django.subscribers.registry import Subscriber, register, subscriber
 from outbox.errors import ConfigurationError, TransactionUsageError

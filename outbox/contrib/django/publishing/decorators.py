@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,29 +12,33 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeVar, cast, overload
+from uuid import UUID
 
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import connections, router, transaction
+from django.db import InternalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import Error as DriverError
 
 from outbox import names
 from outbox.arguments import wait_of, with_timeout
-from outbox.contrib.django.database.transactions import statement_text, watch_of
+from outbox.broker.database.executor import Executor
+from outbox.broker.transaction.decisions import standing_decisions
+from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.database.transactions import in_pipeline, lost, statement_text, sync_pipeline, watch_of
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.check_functions import Lookup, register_lookup
-from outbox.contrib.django.publishing.ends import (
-    Published,
-    confirm_before_commit,
-    mark_transaction,
-    report_rollback,
-    require_marked,
-)
 from outbox.contrib.django.publishing.publish import (
+    Published,
     build,
     check_immunity,
     check_option,
+    end_soon,
     messages_of,
     publish_bound,
+    require_whole,
 )
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import (
     has_a_name,
     is_asynchronous,
@@ -47,7 +52,12 @@ from outbox.declared_types import NOT_GIVEN, topic_of
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.hooks import Option
 from outbox.message import Message
+from outbox.transaction import Decision, HalfTransaction
+from outbox.utils import log_context
 from outbox.utils.faults import point
+from outbox.utils.safe_text import shown_text
+
+logger = logging.getLogger(__name__)
 
 # -- the parts of a message ------------------------------------------------------------------------
 #
@@ -226,6 +236,115 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
         _watching.reset(token)
     if watch is not None and watch.refused is not None:
         raise watch.refused
+
+
+# -- the end of the block --------------------------------------------------------------------------
+#
+# The block is ours, so its last statement reads its own row again.
+
+
+def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
+    """At the end of a block, verify that the block's first message still belongs to the block's transaction.
+
+    If the message does not belong to the transaction any more, raise TransactionUsageError with `name`, the name of the
+    decorated function. If the application marked the block for rollback, the function checks only whether the
+    connection was closed.
+    """
+    if connection.closed_in_transaction:
+        raise lost(connection, name, "the connection of the transaction was closed")
+    if connection.needs_rollback:
+        return
+    with naming(f"the commit of {name}", connection):
+        try:
+            is_there = _is_there(connection, published)
+        except (InternalError, DriverError) as error:
+            raise lost(connection, name, str(error).strip()) from error
+    if not is_there:
+        raise lost(connection, name, "a ROLLBACK was executed in this transaction, so its messages are gone")
+
+
+def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
+    sync_pipeline(connection)
+    if published.half is not None:
+        return _is_half_there(connection, published.half)
+    if published.are_there is not None:
+        with connection.wrap_database_errors:
+            return published.are_there()
+    return _is_decision_there(connection, published.receipts[0].transaction_id)
+
+
+def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
+    halves = watch_of(connection).halves
+    found = ledger.committed(connection, halves.ids)
+    if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
+        # Only COMMIT follows, so `_after_commit` can use the ids in `found`, and does not need to read the ledger
+        # again.
+        halves.in_ledger = found
+    return half.transaction_id in found
+
+
+def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) -> bool:
+    with connection.wrap_database_errors:
+        return bool(standing_decisions(Executor(connection.connection, get_settings().schema), [transaction_id]))
+
+
+def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
+    """Return a mark that identifies the open transaction; '' on databases other than PostgreSQL.
+
+    If a block publishes its messages at its end, `require_marked` compares this mark with the transaction that is open
+    then.
+    """
+    if connection.vendor != "postgresql":
+        return ""
+    # In a pipeline, psycopg sends BEGIN together with the statement that reads the transaction id, which saves a round
+    # trip.
+    with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
+        return ledger.current_xid(connection)
+
+
+def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
+    """Raise TransactionUsageError if the open transaction is not the transaction that `mark` identifies.
+
+    Call this function before publishing.
+    """
+    require_whole(connection, lambda: f"publishing for {name}")
+    with naming(f"publishing for {name}", connection):
+        is_same = not mark or ledger.current_xid(connection) == mark
+    if not is_same:
+        raise lost(
+            connection, name, "a COMMIT or ROLLBACK was executed inside the block, and another transaction has begun"
+        )
+
+
+def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
+    """Report ROLLBACK if the rollback is certain, else ask for a check.
+
+    Call this function after a block of this package has ended without a commit.
+    """
+    if _is_rolled_back(connection, half, xid):
+        end_soon(get_broker(), half, Decision.ROLLBACK)
+    else:
+        get_broker().hint_one_way(half.transaction_id)
+
+
+def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
+    raw = connection.connection
+    if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
+        # Do not open a new connection for this look-up. If the outer block needs a rollback, Django allows no statement
+        # before that block ends.
+        return False
+    try:
+        sync_pipeline(connection)
+        return ledger.is_rolled_back(connection, half.transaction_id, xid)
+    except Exception as error:
+        logger.info(
+            "the outcome of transaction %s on %r could not be read, so check-back will read it: %s",
+            half.transaction_id,
+            connection.alias,
+            shown_text(error),
+            extra=log_context.about_half(half),
+        )
+        return False
 
 
 # -- the decorator ---------------------------------------------------------------------------------

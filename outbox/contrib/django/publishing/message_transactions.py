@@ -22,11 +22,12 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
-from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.publish import (
     at_once_in_transaction,
+    current_transaction,
+    failing_takes_the_block_along,
     message,
     publish_bound,
     transaction_required,

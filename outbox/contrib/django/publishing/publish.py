@@ -1,21 +1,28 @@
 """`publish` binds messages to the open local transaction. Without a transaction, it needs `at_once=True`.
 
+This file has the whole way of a publish call, in order: the message, the open transaction, the path, and what each path
+does up to its last report after COMMIT.
+
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
 leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). The
 atomic path needs no half message. An engine may store some messages as rows of its own instead of half messages
 (`Engine.store_rows`).
 
-See decision 076.
+See decision 022, decision 026 and decision 076.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -25,54 +32,77 @@ import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import DatabaseError, IntegrityError
+from django.db.utils import DatabaseError, IntegrityError, InterfaceError, OperationalError, ProgrammingError
 from django.utils.asyncio import async_unsafe
+from psycopg import pq
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
 from outbox import tracing
 from outbox.arguments import key_text, unreadable, wait_of, with_timeout
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.server_identity import ServerIdentity
-from outbox.broker.log.commit_log import append_placed
+from outbox.broker.database.sender import begin
+from outbox.broker.database.server_identity import ServerIdentity, find_mark, marked
+from outbox.broker.log import incidents
+from outbox.broker.log.commit_log import append_prepared
+from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
 from outbox.contrib.django.database import effects
+from outbox.contrib.django.database.aliases import broker_database, place_named_by
 from outbox.contrib.django.database.database_errors import naming
-from outbox.contrib.django.database.statements import IDLE, begin
+from outbox.contrib.django.database.django_internals import (
+    WatchedBlocks,
+    connections_of_thread,
+    is_test_case,
+    rollback_cause,
+    running_loop,
+    set_rollback_cause,
+)
+from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.database.transactions import (
+    BlockHalves,
     BlockWatch,
-    current_transaction,
-    failing_takes_the_block_along,
+    begun_by_hand,
+    cause_of_rollback,
     in_test_case,
     in_transaction,
-    mark_for_rollback,
-    require_whole,
+    is_missing_table,
+    sync_pipeline,
     watch_of,
 )
-from outbox.contrib.django.engine.body_steps import BodyStep
-from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
-from outbox.contrib.django.engine.path import confirm, proven_server
-from outbox.contrib.django.ledger import ledger_entry
-from outbox.contrib.django.publishing.ends import Published, report_after_commit
+from outbox.contrib.django.engine.broker import BodyStep, CurrentEngine, current_engine, get_broker
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.declared_types import NOT_GIVEN, typed_message
 from outbox.errors import (
+    ConfigurationError,
     InvalidMessage,
     OutboxError,
+    SendFailed,
+    TransactionAlreadyRolledBack,
     TransactionRequired,
     TransactionUsageError,
     UsageError,
+    WrongDatabase,
 )
 from outbox.hooks import Draft, Option
 from outbox.message import Message, MessageWithOptions, SendReceipt
-from outbox.transaction import HalfTransaction, ProducerEpoch
+from outbox.ports import Broker
+from outbox.transaction import Decision, EndTransaction, HalfTransaction, ProducerEpoch
 from outbox.utils import measures
-from outbox.utils.faults import point
+from outbox.utils.faults import armed, point
 from outbox.utils.ids import uuid7
-from outbox.utils.safe_text import shown_value
+from outbox.utils.safe_text import shown_text, shown_value
+
+logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+# psycopg makes new objects for each reading of `Connection.info.transaction_status`; libpq's own number is free.
+_IDLE: Final = pq.TransactionStatus.IDLE
+_IN_TRANSACTION: Final = pq.TransactionStatus.INTRANS
 
 
 def publish(
@@ -243,314 +273,6 @@ apublish_many = _awaitable(publish_many, """An async `publish_many`; otherwise l
 apublish_messages = _awaitable(publish_messages, """An async `publish_messages`; otherwise like `apublish`.""")
 
 
-@async_unsafe(
-    "publish() waits for databases, so a coroutine must not call it. Write `await apublish(…)`. In an async "
-    "subscriber or in @transactional_message, a message of apublish() belongs to the transaction, too."
-)
-def publish_bound(
-    messages: Sequence[Message],
-    *,
-    using: str | None = None,
-    checker: str = "",
-    immunity_seconds: int | None = None,
-    producer: ProducerEpoch | None = None,
-    at_once: bool = False,
-    current: CurrentEngine | None = None,
-) -> Published:
-    """Like `publish_messages`. `current`: the engine of this process, if the caller has read it already.
-
-    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). If `producer` is not the newest
-    instance of its transactional id, the broker refuses the messages. If the call raises an error, the caller must roll
-    back the block. The broker may have stored the half message before the error. Check-back rolls this half message
-    back, because its ledger row is missing.
-    """
-    current = current or current_engine()
-    terms = _ORDINARY
-    if checker or immunity_seconds is not None or producer is not None:
-        terms = _HalfTerms(checker, immunity_seconds, producer)
-    if tracing.tracer is None:
-        return _publish(current, messages, using, terms, at_once)
-    with tracing.tracer.publishing(messages) as traced:
-        return _publish(current, traced, using, terms, at_once)
-
-
-def _publish(
-    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool
-) -> Published:
-    first = messages[0]
-    if effects.refused_writes.get() is not None:
-        effects.refuse(f"publish to {first.topic!r}")
-    connection = current_transaction(using)
-    if terms.immunity_seconds is not None:
-        check_immunity(first.topic, terms.immunity_seconds)
-    if connection is None:
-        refuse_without_transaction(messages, using, terms.immunity_seconds, at_once)
-        return _publish_at_once(current, messages, using, terms)
-    if at_once:
-        raise at_once_in_transaction(f"the message for topic {first.topic!r}", connection)
-    what = functools.partial(_description, first)
-    watch = require_whole(connection, what)
-    watch.bind(f"the message for topic {first.topic!r}")
-    started = time.perf_counter()
-    try:
-        server = proven_server(connection, current)
-        path: _Path = _publish_two_phase if server is None else functools.partial(_publish_atomic, server)
-        if MessageWithOptions in map(type, messages):
-            published = _publish_admitted(path, connection, current, watch, messages, terms)
-        else:
-            published = path(connection, current, watch, messages, terms)
-    except Exception as error:
-        _report_failure(messages, started, error)
-        # `naming` is entered only after an error, because most calls succeed.
-        with naming(what(), connection):
-            raise
-    if measures.recorder is not None:
-        _report_duration(published, "two_phase" if server is None else "atomic", started)
-    return published
-
-
-def _description(first: Message) -> str:
-    return f"publishing {first.message_id} for topic {first.topic!r}"
-
-
-def _publish_at_once(
-    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
-) -> Published:
-    settings = current.settings
-    refuse_leak_from_test(settings, using)
-    started = time.perf_counter()
-    timeout_seconds = settings.send_timeout_seconds
-    try:
-        with _sending(current.body_steps, messages):
-            receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
-    except Exception as error:
-        _report_failure(messages, started, error)
-        raise
-    published = Published(receipts)
-    _report_duration(published, "direct", started)
-    return published
-
-
-def _report_duration(published: Published, path: str, started: float) -> None:
-    """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
-    recorder = measures.recorder
-    if recorder is not None and published.is_stored:
-        topics = [receipt.topic for receipt in published.receipts if receipt.duplicate_of is None]
-        recorder.published(topics, path, time.perf_counter() - started)
-
-
-def _report_failure(messages: Sequence[Message], started: float, error: Exception) -> None:
-    """Report a publish call that raised `error` to the metrics recorder, if there is one."""
-    if measures.recorder is not None:
-        seconds = time.perf_counter() - started
-        measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
-
-
-# -- messages with options ---------------------------------------------------------------------------
-
-
-_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_HalfTerms"], Published]
-
-
-def _publish_admitted(
-    path: _Path,
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    watch: BlockWatch,
-    messages: Sequence[Message],
-    terms: _HalfTerms,
-) -> Published:
-    """Let the options decide which messages are duplicates, publish the others, and return all receipts.
-
-    The FIFO keys are locked first. If they were locked after what an option locks, this transaction could hold the lock
-    of the option and wait for a FIFO key, while the transaction with the FIFO key waits for the lock of the option.
-    """
-    _lock_declared_keys(connection, current, messages)
-    if watch.traces is not None:
-        watch.traces.has_key_locks = True
-    duplicates = _duplicates(connection, messages)
-    point("producer.after_options")
-    left = [item for item in messages if item.message_id not in duplicates]
-    published = path(connection, current, watch, left, terms) if left else Published([])
-    stored = {receipt.message_id: receipt for receipt in published.receipts}
-    transaction_id = next((receipt.transaction_id for receipt in published.receipts), messages[0].message_id)
-    receipts = [
-        stored.get(item.message_id)
-        or SendReceipt(
-            message_id=item.message_id,
-            transaction_id=transaction_id,
-            topic=item.topic,
-            duplicate_of=duplicates[item.message_id],
-        )
-        for item in messages
-    ]
-    return replace(published, receipts=receipts)
-
-
-def _duplicates(connection: BaseDatabaseWrapper, messages: Sequence[Message]) -> dict[UUID, UUID]:
-    by_class: dict[type[Option], list[tuple[Message, Option]]] = {}
-    for item in messages:
-        if isinstance(item, MessageWithOptions):
-            for option in item.options:
-                by_class.setdefault(type(option), []).append((item, option))
-    found: dict[UUID, UUID] = {}
-    for kind, wanted in by_class.items():
-        left = [one for one in wanted if one[0].message_id not in found]
-        if left:
-            found |= kind.admit(connection, left)
-    return found
-
-
-# -- the atomic path --------------------------------------------------------------------------------
-
-
-def _publish_atomic(
-    server: ServerIdentity,
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    watch: BlockWatch,
-    messages: Sequence[Message],
-    terms: _HalfTerms,
-) -> Published:
-    raw: psycopg.Connection[Any] = connection.connection
-    settings, catalog = current.settings, current.catalog
-    keys: list[tuple[str, str]] = []
-    try:
-        if raw.pgconn.transaction_status == IDLE:
-            begin(raw)
-        for item in messages:
-            topic = catalog.get(raw, item.topic).topic
-            if topic.key_lock and topic.is_fifo:
-                keys.append((item.topic, item.key))
-        if keys:
-            lock_keys(connection, keys)
-        run = Executor(raw, settings.schema)
-        for step in current.body_steps:
-            step.before_append(run, messages)
-        if terms.producer is not None:
-            check_epoch(run, terms.producer)
-        receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
-    except psycopg.Error as error:
-        _note_failure(error)
-        if isinstance(error, (UndefinedTable, UndefinedFunction, InvalidSchemaName)):
-            raise missing(settings.schema) from error
-        raise
-    if _has_failed:
-        _note_success()
-    if place != server:
-        confirm(connection, current, place)
-    connection.on_commit(functools.partial(_wake_after_commit, current), robust=True)
-    return Published(receipts)
-
-
-# Whether an append has failed in this process since the last successful append.
-_has_failed = False
-
-
-def _note_failure(error: psycopg.Error) -> None:
-    global _has_failed
-    _has_failed = True
-    get_broker().publishing_failed(error)
-
-
-def _note_success() -> None:
-    global _has_failed
-    _has_failed = False
-    get_broker().publishing_worked()
-
-
-def _wake_after_commit(current: CurrentEngine) -> None:
-    point("producer.after_local_commit")
-    current.broker_at_commit().notify_decided()
-
-
-# -- the two-phase path -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _HalfTerms:
-    """The fields of a half transaction that the caller chooses (see HalfTransaction)."""
-
-    checker: str
-    immunity_seconds: int | None
-    producer: ProducerEpoch | None
-
-
-_ORDINARY: Final = _HalfTerms("", None, None)
-
-
-def _publish_two_phase(
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    watch: BlockWatch,
-    messages: Sequence[Message],
-    terms: _HalfTerms,
-) -> Published:
-    rows = current.engine.store_rows(connection, messages)
-    if rows is None:
-        return _publish_halves(connection, current, watch, messages, terms)
-    halves = [item for item in messages if item.message_id not in rows.receipts]
-    published = _publish_halves(connection, current, watch, halves, terms) if halves else Published([])
-    receipts = {**rows.receipts, **{one.message_id: one for one in published.receipts}}
-    return replace(published, receipts=[receipts[item.message_id] for item in messages], are_there=rows.are_there)
-
-
-def _publish_halves(
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    watch: BlockWatch,
-    messages: Sequence[Message],
-    terms: _HalfTerms,
-) -> Published:
-    settings = current.settings
-    group = settings.producer_group or settings.required_producer_group()
-    if not settings.in_memory and in_test_case(connection):
-        raise leak_from_test(f"a half message for {messages[0].topic!r}")
-    _lock_declared_keys(connection, current, messages)
-    point("producer.before_ledger")
-    xid, ledger_id = ledger_entry.enter(connection, messages[0], in_memory=settings.in_memory)
-    point("producer.after_ledger")
-    half = HalfTransaction(
-        producer_group=group,
-        messages=messages,
-        ledger_id=ledger_id,
-        checker=terms.checker,
-        immunity_seconds=terms.immunity_seconds,
-        producer=terms.producer,
-    )
-    point("producer.before_half")
-    send, timeout_seconds = current.broker_to_use().send_half, settings.send_timeout_seconds
-    if current.body_steps:
-        with _sending(current.body_steps, messages):
-            receipts = send(half, timeout_seconds=timeout_seconds)
-    else:
-        receipts = send(half, timeout_seconds=timeout_seconds)
-    point("producer.after_half")
-    report_after_commit(connection, current, watch.halves, half)
-    return Published(receipts, half, xid)
-
-
-@contextmanager
-def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
-    """The block in which the broker stores the messages."""
-    with ExitStack() as stack:
-        for step in steps:
-            stack.enter_context(step.while_sending(messages))
-        yield
-
-
-def _lock_declared_keys(connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message]) -> None:
-    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic."""
-    keys: list[tuple[str, str]] = []
-    for item in messages:
-        declared = current.settings.topics.get(item.topic)
-        topic = current.broker_to_use().topic(item.topic) if declared is None else declared.topic
-        if topic.key_lock and topic.is_fifo:
-            keys.append((item.topic, item.key))
-    if keys:
-        lock_keys(connection, keys)
-
-
 # -- messages --------------------------------------------------------------------------------------
 #
 # The functions below build messages from an application's values: a body, a key, a delay.
@@ -672,6 +394,722 @@ def messages_of(given: Iterable[Message], name: str) -> list[Message]:
             f"{name}: pass a list of messages made by message(…), not {(wrong or [given])[0]!r:.80}. Nothing was "
             "published."
         )
+    return found
+
+
+# -- one publish call ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The receipts of one publish call. On the two-phase path, the object also has the call's half message.
+
+    `xid` is the database's id of the local transaction (see ledger.insert_committed). `are_there` says whether the
+    messages that the engine has stored as rows are still in the transaction.
+    """
+
+    receipts: Sequence[SendReceipt]
+    half: HalfTransaction | None = None
+    xid: str = ""
+    are_there: Callable[[], bool] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the call has stored a message. If not, all its messages are duplicates."""
+        return any(receipt.duplicate_of is None for receipt in self.receipts)
+
+
+@async_unsafe(
+    "publish() waits for databases, so a coroutine must not call it. Write `await apublish(…)`. In an async "
+    "subscriber or in @transactional_message, a message of apublish() belongs to the transaction, too."
+)
+def _outside_of_coroutines() -> None:
+    """Raise SynchronousOnlyOperation in a coroutine."""
+
+
+def publish_bound(
+    messages: Sequence[Message],
+    *,
+    using: str | None = None,
+    checker: str = "",
+    immunity_seconds: int | None = None,
+    producer: ProducerEpoch | None = None,
+    at_once: bool = False,
+    current: CurrentEngine | None = None,
+) -> Published:
+    """Like `publish_messages`. `current`: the engine of this process, if the caller has read it already.
+
+    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). If `producer` is not the newest
+    instance of its transactional id, the broker refuses the messages. If the call raises an error, the caller must roll
+    back the block. The broker may have stored the half message before the error. Check-back rolls this half message
+    back, because its ledger row is missing.
+    """
+    if running_loop() is not None:
+        _outside_of_coroutines()
+    current = current or current_engine()
+    terms = _ORDINARY
+    if checker or immunity_seconds is not None or producer is not None:
+        terms = _HalfTerms(checker, immunity_seconds, producer)
+    if tracing.tracer is None:
+        return _publish(current, messages, using, terms, at_once)
+    with tracing.tracer.publishing(messages) as traced:
+        return _publish(current, traced, using, terms, at_once)
+
+
+def _publish(
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool
+) -> Published:
+    first = messages[0]
+    if effects.refused_writes.get() is not None:
+        effects.refuse(f"publish to {first.topic!r}")
+    connection = current_transaction(using)
+    if terms.immunity_seconds is not None:
+        check_immunity(first.topic, terms.immunity_seconds)
+    if connection is None:
+        refuse_without_transaction(messages, using, terms.immunity_seconds, at_once)
+        return _publish_at_once(current, messages, using, terms)
+    if at_once:
+        raise at_once_in_transaction(f"the message for topic {first.topic!r}", connection)
+    what = functools.partial(_description, first)
+    watch = require_whole(connection, what)
+    if not watch.bound_to:
+        watch.bind(f"the message for topic {first.topic!r}")
+    started = time.perf_counter()
+    try:
+        server = _proven_server(connection, current)
+        path: _Path = _publish_two_phase if server is None else functools.partial(_publish_atomic, server)
+        if MessageWithOptions in map(type, messages):
+            published = _publish_admitted(path, connection, current, watch, messages, terms)
+        else:
+            published = path(connection, current, watch, messages, terms)
+    except Exception as error:
+        _report_failure(messages, started, error)
+        # `naming` is entered only after an error, because most calls succeed.
+        with naming(what(), connection):
+            raise
+    if measures.recorder is not None:
+        _report_duration(published, "two_phase" if server is None else "atomic", started)
+    return published
+
+
+@dataclass(frozen=True, slots=True)
+class _HalfTerms:
+    """The fields of a half transaction that the caller chooses (see HalfTransaction)."""
+
+    checker: str
+    immunity_seconds: int | None
+    producer: ProducerEpoch | None
+
+
+_ORDINARY: Final = _HalfTerms("", None, None)
+
+
+_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_HalfTerms"], Published]
+
+
+def _description(first: Message) -> str:
+    return f"publishing {first.message_id} for topic {first.topic!r}"
+
+
+def _publish_at_once(
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
+) -> Published:
+    settings = current.settings
+    refuse_leak_from_test(settings, using)
+    started = time.perf_counter()
+    timeout_seconds = settings.send_timeout_seconds
+    try:
+        with _sending(current.body_steps, messages):
+            receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
+    except Exception as error:
+        _report_failure(messages, started, error)
+        raise
+    published = Published(receipts)
+    _report_duration(published, "direct", started)
+    return published
+
+
+def _report_duration(published: Published, path: str, started: float) -> None:
+    """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
+    recorder = measures.recorder
+    if recorder is not None and published.is_stored:
+        topics = [receipt.topic for receipt in published.receipts if receipt.duplicate_of is None]
+        recorder.published(topics, path, time.perf_counter() - started)
+
+
+def _report_failure(messages: Sequence[Message], started: float, error: Exception) -> None:
+    """Report a publish call that raised `error` to the metrics recorder, if there is one."""
+    if measures.recorder is not None:
+        seconds = time.perf_counter() - started
+        measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
+
+
+# -- the open transaction --------------------------------------------------------------------------
+
+
+def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
+    """The connection whose transaction a publish call joins; None if no transaction is open.
+
+    `using` names the alias. Without `using`, this thread may have an open transaction on at most one alias. The
+    transaction that a TestCase wraps around a test is ignored. Raises TransactionUsageError if transactions are open on
+    several aliases, or if Django did not begin the transaction.
+    """
+    if using is not None:
+        if not isinstance(using, str) or using not in connections:
+            raise ConfigurationError(
+                f"publish(…, using={shown_value(using)}): that alias is not in DATABASES; use one of "
+                f"{', '.join(connections)}."
+            )
+        connection = connections[using]
+        _refuse_manual_commit(connection)
+        return connection if in_transaction(connection) else None
+    # Each publish call runs this loop, so it calls no function for an ordinary block.
+    found: list[BaseDatabaseWrapper] = []
+    for connection in initialized_connections():
+        if connection.connection is not None and not (connection.in_atomic_block and connection.commit_on_exit):
+            _refuse_manual_commit(connection)
+        if not all(map(is_test_case, connection.atomic_blocks)):
+            found.append(connection)
+    if len(found) > 1:
+        aliases = ", ".join(sorted(repr(connection.alias) for connection in found))
+        raise TransactionUsageError(
+            f"transactions are open on {aliases}: name the alias of the transaction that the message belongs to: "
+            "publish(…, using=…)."
+        )
+    return found[0] if found else None
+
+
+def initialized_connections() -> Sequence[BaseDatabaseWrapper]:
+    """Return what `connections.all(initialized_only=True)` returns, but in the order in which the code used them first.
+
+    Each publish call asks, and Django's function takes three to five calls of Python functions for each alias.
+    """
+    if running_loop() is not None:
+        return connections.all(initialized_only=True)
+    found = dict(vars(connections_of_thread))
+    found.pop("cvar", None)
+    return list(found.values())
+
+
+def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> BlockWatch:
+    """Return the watch of a block if the block still has the transaction that it began with.
+
+    Otherwise raise TransactionUsageError, which says that `what()` was not done. The caller then rolls the block back
+    (see `failing_takes_the_block_along`). The atomic path needs this, too: after a ROLLBACK by hand, the message would
+    commit in the next transaction, without the rows that it is about.
+    """
+    wrappers, raw = connection.execute_wrappers, connection.connection
+    is_installed = wrappers and type(wrappers[0]) is BlockWatch and type(connection.atomic_blocks) is WatchedBlocks
+    watch: BlockWatch = wrappers[0] if is_installed else watch_of(connection)
+    if connection.needs_rollback:
+        cause = cause_of_rollback(connection) or ", for example because an error was caught in the block"
+        raise TransactionUsageError(
+            f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback{cause}. Let that "
+            "error leave the block, or put the code that may fail into an inner atomic()."
+        ) from rollback_cause(connection)
+    # Each publish call runs this, so the usual case on PostgreSQL calls no function.
+    if isinstance(raw, psycopg.Connection) and not watch.ended_by and not raw.pgconn.pipeline_status:
+        status = raw.pgconn.transaction_status
+        if status == _IN_TRANSACTION or (status == _IDLE and not watch.is_begun):
+            return watch
+    try:
+        reason = watch.what_ended()
+    except psycopg.Error as error:
+        reason = f"a statement in the psycopg pipeline failed ({str(error).strip()})"
+    if reason:
+        raise TransactionUsageError(
+            f"{what()} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put "
+            "a statement that may fail into an inner atomic(), and do not execute COMMIT or ROLLBACK by hand."
+        )
+    return watch
+
+
+def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
+    if connection.in_atomic_block:
+        manual = not connection.commit_on_exit
+    elif connection.connection is None:
+        # Do not open a connection only to read its autocommit mode: the message may have nothing to do with this
+        # database.
+        manual = not connection.settings_dict["AUTOCOMMIT"]
+    else:
+        manual = not connection.autocommit
+    if not manual and begun_by_hand(connection):
+        raise TransactionUsageError(
+            f"a transaction was begun by hand on {connection.alias!r}, and outbox cannot see when it commits: put "
+            f"the write and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of "
+            "BEGIN and COMMIT. If the message belongs to another database, name its alias: publish(…, using=…)."
+        )
+    if manual:
+        raise TransactionUsageError(
+            f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), and outbox cannot "
+            "see when it commits: turn AUTOCOMMIT on and put the write and the publish call into `with "
+            f"transaction.atomic(using={connection.alias!r})`. If the message belongs to another database, name "
+            "its alias: publish(…, using=…)."
+        )
+
+
+@contextmanager
+def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
+    """Mark the atomic block of a publish call for rollback if the call fails for any reason.
+
+    Otherwise a caller that catches the error would commit its row without the message.
+    """
+    try:
+        yield
+    except BaseException as error:
+        mark_for_rollback(using, error)
+        raise
+
+
+def mark_for_rollback(using: str | None, cause: BaseException) -> None:
+    """Mark the atomic block that a publish call joins for rollback, because of its error `cause`.
+
+    The next error of the block names the first cause: it is the `__cause__` of Django's TransactionManagementError. If
+    it is not clear which transaction the call joins, no block is marked, because the error of the call then gives the
+    reason.
+    """
+    with suppress(TransactionUsageError, ConfigurationError):
+        connection = current_transaction(using)
+        if connection is not None:
+            if not connection.needs_rollback and isinstance(cause, Exception):
+                set_rollback_cause(connection, cause)
+            connection.set_rollback(True)
+
+
+# -- the path --------------------------------------------------------------------------------------
+#
+# Each process proves the path of an alias once, and verifies the path with every message.
+#
+# The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
+# application's connection must see this lock. The result of the proof is valid until the process ends, so a failover
+# never changes the path silently.
+
+
+def _proven_server(connection: BaseDatabaseWrapper, current: CurrentEngine) -> ServerIdentity | None:
+    """The broker's server if this connection's open transaction writes the messages itself, else None.
+
+    The transaction writes them (the atomic path) if the connection reaches the broker's own database; otherwise
+    publishing takes the two-phase path.
+    Raises WrongDatabase if OUTBOX['BROKER'] names the alias of this connection, but the connection does not reach the
+    broker. Raises BrokerUnavailable or SendFailed if the path could not be determined.
+    """
+    if not current.has_database:
+        return None
+    if "django.test.utils" in sys.modules:
+        refuse_in_tests(current.settings.broker)
+    if connection.vendor != "postgresql":
+        return None
+    is_broker = connection.alias == current.settings.broker
+    named = current.place if is_broker else place_named_by(connection.alias)
+    try:
+        return current.paths[named]
+    except KeyError:
+        proven = prove(connection, current.settings)
+    if proven is None and is_broker:
+        raise _reported(_elsewhere(connection, current.settings), connection.alias, current)
+    return current.paths.setdefault(named, proven)
+
+
+def _confirm(connection: BaseDatabaseWrapper, current: CurrentEngine, place: ServerIdentity) -> None:
+    """Verify that this connection has written its row into the broker's own database.
+
+    Call it if `place`, which stored the row, is not the proven server: after a restart, or because the connection
+    now leads to another server. The function repeats the proof in the same transaction. Raises the errors of `prove`.
+    Raises WrongDatabase if the broker is not on that server; after this error the transaction must not commit.
+    """
+    settings = current.settings
+    if prove(connection, settings) != place:
+        raise _reported(_elsewhere(connection, settings), connection.alias, current)
+    named = current.place if connection.alias == settings.broker else place_named_by(connection.alias)
+    current.paths[named] = place
+
+
+def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
+    """The broker's server if this connection reaches the broker's own server and database, else None.
+
+    Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not answer.
+    """
+    with marked(broker_database(settings), timeout_seconds=settings.send_timeout_seconds) as key:
+        try:
+            with connection.wrap_database_errors:
+                return find_mark(connection.connection, key)
+        except (DatabaseError, InterfaceError) as error:
+            raise SendFailed(
+                f"the connection {connection.alias!r} did not answer whether it reaches the broker: "
+                f"{str(error).strip()}. Nothing was published; run the whole operation again, in a new transaction."
+            ) from error
+
+
+# A process records at most one incident per alias in this number of seconds. Without this limit, every publish call
+# would record the same problem again.
+_REPORT_EVERY_SECONDS: Final = 60.0
+
+
+def _reported(error: WrongDatabase, alias: str, current: CurrentEngine) -> WrongDatabase:
+    """Record the error as an incident in the broker, because only this process sees the error. Returns the error.
+
+    If the incident cannot be recorded, the function only logs this failure, because the caller must get `error`.
+    """
+    now, reports, settings = time.monotonic(), current.path_reports, current.settings
+    if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
+        reports[alias] = now
+        subject = f"alias {alias!r} of process {os.getpid()} on {socket.gethostname()}"
+        try:
+            with broker_database(settings).connect(name="outbox-path") as broker:
+                found = Incident(IncidentKind.PATH, subject, str(error))
+                incidents.record(Executor(broker, settings.schema), [found])
+        except (OutboxError, psycopg.Error) as failure:
+            logger.warning("the incident of the wrong database of %s could not be recorded: %s", subject, failure)
+    return error
+
+
+def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:
+    if connection.alias == settings.broker:
+        expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, an unfinished failover?):"
+    else:
+        expected = (
+            "although it reached the broker's database before (a failover?). If this is intended, restart the "
+            "process: messages then take the two-phase path. Otherwise"
+        )
+    return WrongDatabase(
+        f"the connection {connection.alias!r} reaches another server or database than the broker's, {expected} let "
+        f"this alias and the broker's alias reach the same primary server, then run the whole operation again. Nothing "
+        f"was published."
+    )
+
+
+# -- the atomic path --------------------------------------------------------------------------------
+
+
+def _publish_atomic(
+    server: ServerIdentity,
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
+) -> Published:
+    raw: psycopg.Connection[Any] = connection.connection
+    settings = current.settings
+    try:
+        if raw.pgconn.transaction_status == _IDLE:
+            begin(raw)
+        rows = current.catalog.prepare(raw, messages, transactional=True)
+        keys: list[tuple[str, str]] = []
+        for row in rows:
+            if row.known.locks_keys:
+                keys.append((row.message.topic, row.message.key))
+        if keys:
+            lock_keys(connection, keys)
+        run = Executor(raw, settings.schema)
+        for step in current.body_steps:
+            step.before_append(run, messages)
+        if terms.producer is not None:
+            check_epoch(run, terms.producer)
+        receipts, place = append_prepared(run, rows, producer_group=settings.producer_group, transactional=True)
+    except psycopg.Error as error:
+        _note_failure(error)
+        if isinstance(error, (UndefinedTable, UndefinedFunction, InvalidSchemaName)):
+            raise missing(settings.schema) from error
+        raise
+    if _has_failed:
+        _note_success()
+    if place != server:
+        _confirm(connection, current, place)
+    connection.on_commit(functools.partial(_wake_after_commit, current), robust=True)
+    return Published(receipts)
+
+
+# Whether an append has failed in this process since the last successful append.
+_has_failed = False
+
+
+def _note_failure(error: psycopg.Error) -> None:
+    global _has_failed
+    _has_failed = True
+    get_broker().publishing_failed(error)
+
+
+def _note_success() -> None:
+    global _has_failed
+    _has_failed = False
+    get_broker().publishing_worked()
+
+
+def _wake_after_commit(current: CurrentEngine) -> None:
+    if armed:
+        point("producer.after_local_commit")
+    current.broker_at_commit().notify_decided()
+
+
+# -- the two-phase path -----------------------------------------------------------------------------
+
+
+def _publish_two_phase(
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
+) -> Published:
+    rows = current.engine.store_rows(connection, messages)
+    if rows is None:
+        return _publish_halves(connection, current, watch, messages, terms)
+    halves = [item for item in messages if item.message_id not in rows.receipts]
+    published = _publish_halves(connection, current, watch, halves, terms) if halves else Published([])
+    receipts = {**rows.receipts, **{one.message_id: one for one in published.receipts}}
+    return replace(published, receipts=[receipts[item.message_id] for item in messages], are_there=rows.are_there)
+
+
+def _publish_halves(
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
+) -> Published:
+    settings = current.settings
+    group = settings.producer_group or settings.required_producer_group()
+    if not settings.in_memory and in_test_case(connection):
+        raise leak_from_test(f"a half message for {messages[0].topic!r}")
+    _lock_declared_keys(connection, current, messages)
+    if armed:
+        point("producer.before_ledger")
+    xid, ledger_id = _enter_ledger(connection, messages[0], in_memory=settings.in_memory)
+    if armed:
+        point("producer.after_ledger")
+    half = HalfTransaction(
+        producer_group=group,
+        messages=messages,
+        ledger_id=ledger_id,
+        checker=terms.checker,
+        immunity_seconds=terms.immunity_seconds,
+        producer=terms.producer,
+    )
+    if armed:
+        point("producer.before_half")
+    # The guard of tests was asked before the path was chosen.
+    send, timeout_seconds = current.broker.send_half, settings.send_timeout_seconds
+    if current.body_steps:
+        with _sending(current.body_steps, messages):
+            receipts = send(half, timeout_seconds=timeout_seconds)
+    else:
+        receipts = send(half, timeout_seconds=timeout_seconds)
+    if armed:
+        point("producer.after_half")
+    halves, transaction_id = watch.halves, messages[0].message_id
+    halves.ids.append(transaction_id)
+    # The result of an earlier look-up does not have this transaction.
+    halves.in_ledger = None
+    connection.on_commit(functools.partial(_after_commit, connection, current, half, halves), robust=True)
+    return Published(receipts, half, xid)
+
+
+@contextmanager
+def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
+    """The block in which the broker stores the messages."""
+    with ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(step.while_sending(messages))
+        yield
+
+
+def _lock_declared_keys(connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message]) -> None:
+    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic."""
+    keys: list[tuple[str, str]] = []
+    for item in messages:
+        declared = current.settings.topics.get(item.topic)
+        topic = current.broker_to_use().topic(item.topic) if declared is None else declared.topic
+        if topic.key_lock and topic.is_fifo:
+            keys.append((item.topic, item.key))
+    if keys:
+        lock_keys(connection, keys)
+
+
+# -- the ledger row ----------------------------------------------------------------------------------
+#
+# One statement writes the row and reads the ledger's id. If your code has set a search path, the publishing connection
+# may reach another ledger than a new connection of the same alias. The publish call is then refused, because check-back
+# uses a new connection, without that search path.
+
+
+# The oid of the ledger's table, and the ledger's id from the table outbox_ledger_identity. The search path finds each
+# of the two tables separately, so both values are compared.
+_Ledger = tuple[int | None, UUID]
+
+# The ledgers that a new connection of an alias has reached. An id always names the same ledger, so this set keeps its
+# entries until the process ends.
+_reachable: Final[set[tuple[str, int | None, int]]] = set()
+
+
+def _enter_ledger(connection: BaseDatabaseWrapper, first: Message, *, in_memory: bool) -> tuple[str, UUID]:
+    """Write the ledger row of a publish call. Returns the row's `xid` and the ledger's id.
+
+    `first` is the first message of the call; its id is the transaction id. With a broker `in_memory`, check-back uses
+    no other connection. Raises TransactionAlreadyRolledBack if the ledger has a tombstone. Raises ConfigurationError if
+    the ledger is missing or check-back could not find it. After an exception, the caller must roll back the surrounding
+    block.
+    """
+    alias = connection.alias
+    try:
+        entered = ledger.insert_committed(connection, first.message_id)
+    except IntegrityError as error:
+        raise TransactionAlreadyRolledBack(
+            f"transaction {first.message_id} (topic {first.topic!r}) already has a ledger row: a check-back decided "
+            "that it never committed, or the same message was published before. The surrounding atomic block is "
+            "rolled back; run the whole operation again, with a new message."
+        ) from error
+    except (ProgrammingError, OperationalError) as error:
+        if not is_missing_table(error):
+            raise
+        raise ConfigurationError(
+            f"the ledger's tables are missing on {alias!r}: run `manage.py migrate --database={alias}`. "
+            f"Nothing was published."
+        ) from error
+    if entered.ledger_id is None:
+        raise ConfigurationError(
+            f"the ledger on {alias!r} has no identity (the database was flushed?): run "
+            f"`manage.py migrate --database={alias}`. Nothing was published."
+        )
+    if connection.vendor == "postgresql" and not in_memory:
+        # Python hashes the number of an id faster than the id.
+        known = (alias, entered.table_oid, entered.ledger_id.int)
+        if known not in _reachable and _is_reachable(alias, (entered.table_oid, entered.ledger_id)):
+            _reachable.add(known)
+    return entered.xid, entered.ledger_id
+
+
+def _is_reachable(alias: str, entered: _Ledger) -> bool:
+    """Whether check-back reaches this ledger; False if this could not be found out."""
+    try:
+        found = _reached_from_outside(alias)
+    except DatabaseError as error:
+        # The publish call can continue, because the half message names the ledger in which the row of this call is.
+        logger.warning("the ledger of %r could not be read on another connection: %s", alias, error)
+        return False
+    if found != entered:
+        raise ConfigurationError(
+            f"the search_path of this connection leads to another ledger than a new connection of {alias!r}, "
+            f"which check-back uses. Keep outbox_ledger and outbox_ledger_identity only in one schema that is on "
+            f"every search_path (public), or give each schema an alias of its own in DATABASES. Nothing was "
+            f"published."
+        )
+    return True
+
+
+def _reached_from_outside(alias: str) -> _Ledger | None:
+    with closing(open_connection(alias)) as outside, outside.cursor() as cursor:
+        # The publishing transaction may have locked the table. Without a lock timeout, the second connection would wait
+        # for this transaction.
+        cursor.execute("BEGIN; SET LOCAL lock_timeout = '1s'")
+        try:
+            return ledger.reached(outside)
+        except ProgrammingError as error:
+            if not is_missing_table(error):
+                raise
+            return None
+
+
+# -- after COMMIT ------------------------------------------------------------------------------------
+#
+# The decision is reported if it is certain, otherwise a check is requested.
+#
+# Django runs the `on_commit` callbacks after COMMIT was executed, but the call of a callback does not prove a commit.
+# If a statement failed and the application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error.
+# Django also runs callbacks for work that a manual `savepoint_rollback` has undone. So the producer reports COMMIT only
+# if the ledger row is visible. A missing row proves nothing, because a lagging replica may not have the row yet. If the
+# row is missing, the producer asks for an early check.
+
+
+def _after_commit(
+    connection: BaseDatabaseWrapper, current: CurrentEngine, half: HalfTransaction, halves: BlockHalves
+) -> None:
+    if armed:
+        point("producer.after_local_commit")
+    if half.transaction_id in _in_ledger(connection, halves):
+        end_soon(current.broker_at_commit(), half, Decision.COMMIT)
+    else:
+        current.broker_at_commit().hint_one_way(half.transaction_id)
+
+
+def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
+    """Return the transaction ids of the block's half messages that have a committed ledger row.
+
+    One look-up reads all these ids, on the connection that wrote the ledger rows.
+    """
+    if halves.in_ledger is None:
+        try:
+            sync_pipeline(connection)
+            halves.in_ledger = ledger.committed(connection, halves.ids)
+        except Exception as error:
+            # Only log the error of the look-up, because the transaction has already ended. The look-up fails, for
+            # example, if a new connection has replaced the connection of the transaction.
+            logger.info(
+                "the ledger on %r cannot be read now, so check-back will read it: %s",
+                connection.alias,
+                shown_text(error),
+            )
+            halves.in_ledger = set()
+    return halves.in_ledger
+
+
+def end_soon(broker: Broker, half: HalfTransaction, decision: Decision) -> None:
+    """Report a decision to the broker without waiting for the answer."""
+    if tracing.tracer is not None:
+        tracing.tracer.decided(half, decision)
+    end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)
+    broker.end_one_way(end)
+
+
+# -- messages with options ---------------------------------------------------------------------------
+
+
+def _publish_admitted(
+    path: _Path,
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    watch: BlockWatch,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
+) -> Published:
+    """Let the options decide which messages are duplicates, publish the others, and return all receipts.
+
+    The FIFO keys are locked first. If they were locked after what an option locks, this transaction could hold the lock
+    of the option and wait for a FIFO key, while the transaction with the FIFO key waits for the lock of the option.
+    """
+    _lock_declared_keys(connection, current, messages)
+    if watch.traces is not None:
+        watch.traces.has_key_locks = True
+    duplicates = _duplicates(connection, messages)
+    point("producer.after_options")
+    left = [item for item in messages if item.message_id not in duplicates]
+    published = path(connection, current, watch, left, terms) if left else Published([])
+    stored = {receipt.message_id: receipt for receipt in published.receipts}
+    transaction_id = next((receipt.transaction_id for receipt in published.receipts), messages[0].message_id)
+    receipts = [
+        stored.get(item.message_id)
+        or SendReceipt(
+            message_id=item.message_id,
+            transaction_id=transaction_id,
+            topic=item.topic,
+            duplicate_of=duplicates[item.message_id],
+        )
+        for item in messages
+    ]
+    return replace(published, receipts=receipts)
+
+
+def _duplicates(connection: BaseDatabaseWrapper, messages: Sequence[Message]) -> dict[UUID, UUID]:
+    by_class: dict[type[Option], list[tuple[Message, Option]]] = {}
+    for item in messages:
+        if isinstance(item, MessageWithOptions):
+            for option in item.options:
+                by_class.setdefault(type(option), []).append((item, option))
+    found: dict[UUID, UUID] = {}
+    for kind, wanted in by_class.items():
+        left = [one for one in wanted if one[0].message_id not in found]
+        if left:
+            found |= kind.admit(connection, left)
     return found
 
 

@@ -7,8 +7,8 @@ from uuid import UUID
 from django.utils.asyncio import async_unsafe
 
 from outbox.arguments import key_text
-from outbox.contrib.django.database.transactions import current_transaction
 from outbox.contrib.django.engine.broker import get_broker, get_engine
+from outbox.contrib.django.publishing.publish import current_transaction
 from outbox.errors import TransactionUsageError
 from outbox.ports import Broker
 from outbox.recall import Recall

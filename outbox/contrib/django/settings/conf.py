@@ -408,21 +408,24 @@ class OutboxSettings:
         )
 
 
-_cached: tuple[object, object, OutboxSettings, Mapping[type, Any]] | None = None
+# Settings, and those of the parts, behind the two values from which they were read: settings.OUTBOX and `forced_keys`.
+SettingsRead = tuple[object, object, OutboxSettings, Mapping[type, Any]]
+
+_cached: SettingsRead | None = None
 # Keys that replace those of settings.OUTBOX while test helpers are in use (outbox.contrib.django.testing).
-_forced: Mapping[str, Any] | None = None
+forced_keys: Mapping[str, Any] | None = None
 
 
 @contextmanager
 def forced(keys: Mapping[str, Any]) -> Iterator[None]:
     """Let these keys apply inside the block, also if a test replaces settings.OUTBOX meanwhile."""
-    global _forced
-    before = _forced
-    _forced = {**(before or {}), **keys}
+    global forced_keys
+    before = forced_keys
+    forced_keys = {**(before or {}), **keys}
     try:
         yield
     finally:
-        _forced = before
+        forced_keys = before
 
 
 def get_settings() -> OutboxSettings:
@@ -431,17 +434,20 @@ def get_settings() -> OutboxSettings:
     The function checks the dictionary again if `settings.OUTBOX` is a new object, so `override_settings` takes effect
     at once.
     """
+    return read_settings()[2]
+
+
+def read_settings() -> SettingsRead:
+    """Like `get_settings`, but return also the values from which the settings were read."""
     cached = _cached
-    if cached is not None and cached[0] is getattr(django_settings, "OUTBOX", None) and cached[1] is _forced:
-        return cached[2]
-    return _read_again()[2]
+    if cached is not None and cached[0] is getattr(django_settings, "OUTBOX", None) and cached[1] is forced_keys:
+        return cached
+    return _read_again()
 
 
 def settings_of(kind: type[Entry]) -> Entry:
     """Return the current settings of a part, whose class the part has added with `hooks.add_settings`."""
-    get_settings()
-    assert _cached is not None
-    found: Entry = _cached[3][kind]
+    found: Entry = read_settings()[3][kind]
     return found
 
 
@@ -454,9 +460,9 @@ def refused_settings_of_parts() -> Iterator[str]:
                 yield f"OUTBOX[{one.name!r}] needs the bundled broker: {one.bundled_only}"
 
 
-def _read_again() -> tuple[object, object, OutboxSettings, Mapping[type, Any]]:
+def _read_again() -> SettingsRead:
     global _cached
-    raw, keys = getattr(django_settings, "OUTBOX", None), _forced
+    raw, keys = getattr(django_settings, "OUTBOX", None), forced_keys
     given = {} if raw is None else raw
     settings, of_parts = _parse(given if keys is None else {"PRODUCER_GROUP": "tests", **given, **keys})
     _cached = (raw, keys, settings, of_parts)
