@@ -111,7 +111,7 @@ def metrics() -> str:
     """Each metric with its kind, its labels and its meaning, as an empty broker yields them."""
     registry = CollectorRegistry()
     PrometheusRecorder(registry)
-    summary = Summary(0.0, 0.0, 0.0, [], [], [], [], [])
+    summary = Summary(0.0, 0.0, 0.0, [], [], [], [])
     empty = ScrapeState(
         ConditionReport([]),
         Overview("", 0, 0, None, 0, 0.0, 0.0, [], [], 0),

@@ -153,7 +153,7 @@ def test_pairs_are_bounded_and_nothing_is_left_out(world: World, monkeypatch: py
                       oldest_at=None, handled=number, **zeros)
         for number in range(10)
     ]  # fmt: skip
-    summary = Summary(0.0, 0.0, 0.0, groups, [], [], [], [])
+    summary = Summary(0.0, 0.0, 0.0, groups, [], [], [])
     registry = CollectorRegistry()
     BrokerCollector(lambda: ScrapeState(now.verdict, None, summary), registry)
     lags = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_messages")}
@@ -186,9 +186,7 @@ def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> 
         for topic, lag in (("waits", 1), ("empty", 0))
     ]  # fmt: skip
     registry = CollectorRegistry()
-    BrokerCollector(
-        lambda: ScrapeState(state().verdict, None, Summary(0.0, 0.0, 0.0, groups, [], [], [], [])), registry
-    )
+    BrokerCollector(lambda: ScrapeState(state().verdict, None, Summary(0.0, 0.0, 0.0, groups, [], [], [])), registry)
     found = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_seconds")}
     assert found == {'outbox_lag_seconds{group="g",topic="empty"}': 0.0}
 

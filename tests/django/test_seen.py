@@ -10,7 +10,7 @@ from html import unescape
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from django.contrib.auth.models import User
@@ -122,7 +122,7 @@ def stated() -> tuple[int, dict[str, dict[str, Any]]]:
 
 
 # In this order none ends another: of messages, groups, processes, and the application's own tables.
-SHOWN = [
+SHOWN: Final[list[str]] = [
     name
     for name in ("dead_letters", "reconciliation_findings", "refused", "process_failing", "parked", "lag", "rejecting")
     if name in FAULTS

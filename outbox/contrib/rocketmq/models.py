@@ -52,6 +52,9 @@ class RelayEntry(models.Model):
     A row with `taken_at` may be at RocketMQ already. A row with `parked_at` was rejected, and waits for an operator.
     """
 
+    if TYPE_CHECKING:
+        objects: ClassVar[models.Manager[RelayEntry]]
+
     sequence = models.BigAutoField(primary_key=True)
     line = models.BigIntegerField()
     message_id = models.UUIDField(db_index=True)

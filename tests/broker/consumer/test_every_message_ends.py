@@ -167,7 +167,7 @@ class Storm:
         counted = count_messages(self.bench.run)
         topics, groups = counted.topics.values(), counted.groups.values()
         on_the_way = sum(t.undecided + t.parked + t.unsequenced + t.held + t.scheduled for t in topics)
-        return on_the_way + sum(group.lag + group.retrying for group in groups) == 0
+        return bool(on_the_way + sum(group.lag + group.retrying for group in groups) == 0)
 
     def check(self) -> None:
         rows = self.bench.rows("SELECT topic, key, n, message_id, fate FROM business")

@@ -234,10 +234,9 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
         stored = (kind, value[:300], value)
         world.sql("INSERT INTO outbox.incident (kind, subject, detail) VALUES (%s, %s, %s)", *stored)
     if has("schedules"):
-        from outbox.contrib.schedules.cron import Cron
         from outbox.contrib.schedules.schedule import Schedule, declare
 
-        schedule = Schedule(producer_group="shop", name="r", topic="orders", cron=Cron("0 3 * * *", "UTC"))
+        schedule = Schedule(producer_group="shop", name="r", topic="orders", expression="0 3 * * *")
         declare(world.run, "shop", [schedule])
         world.sql("UPDATE outbox.schedule SET error = %s, next_at = %s, last_at = %s", text, LAST, FIRST)
     for version in ("9" * 5000, "-1", short):

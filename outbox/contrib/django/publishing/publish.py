@@ -599,8 +599,9 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
     commit in the next transaction, without the rows that it is about.
     """
     wrappers, raw = connection.execute_wrappers, connection.connection
-    is_installed = wrappers and type(wrappers[0]) is BlockWatch and type(connection.atomic_blocks) is WatchedBlocks
-    watch: BlockWatch = wrappers[0] if is_installed else watch_of(connection)
+    first = wrappers[0] if wrappers else None
+    is_installed = isinstance(first, BlockWatch) and type(connection.atomic_blocks) is WatchedBlocks
+    watch = first if is_installed else watch_of(connection)
     if connection.needs_rollback:
         cause = cause_of_rollback(connection) or ", for example because an error was caught in the block"
         raise TransactionUsageError(
