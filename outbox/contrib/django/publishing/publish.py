@@ -600,8 +600,10 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
     """
     wrappers, raw = connection.execute_wrappers, connection.connection
     first = wrappers[0] if wrappers else None
-    is_installed = isinstance(first, BlockWatch) and type(connection.atomic_blocks) is WatchedBlocks
-    watch = first if is_installed else watch_of(connection)
+    if isinstance(first, BlockWatch) and type(connection.atomic_blocks) is WatchedBlocks:
+        watch = first
+    else:
+        watch = watch_of(connection)
     if connection.needs_rollback:
         cause = cause_of_rollback(connection) or ", for example because an error was caught in the block"
         raise TransactionUsageError(
