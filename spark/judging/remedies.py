@@ -37,7 +37,8 @@ REMEDIES: Final = {
         "A committed message, or an effect, without a business row: subscribers act on something that did not happen.",
         "was the row deleted, does it no longer satisfy the rule's when, or was the message committed by an operator "
         "(decided_by O)? `{trace}`",
-        "restore the row, or undo what the groups did; a message that was sent cannot be taken back.",
+        "restore the row, or undo what the groups did. A message that was sent cannot be taken back: `[[acknowledge]]` "
+        "the finding.",
     ),
     FindingClass.HALF_STUCK: Remedy(
         "A half message is parked, or undecided for too long: no check-back has found out how its transaction ended.",
@@ -56,7 +57,8 @@ REMEDIES: Final = {
         "A run cannot read the body of a committed message, or a compared field of the body, as the rule declares it.",
         "which release sent the message, and do `body` and `type` of the rule's field match the body of the message? "
         "`{trace}`",
-        "if the message is right, correct the rule; else correct the publisher and publish the row again.",
+        "if the message is right, correct the rule; else correct the publisher, publish the row again, and "
+        "`[[acknowledge]]` the finding, because the unreadable message stays.",
     ),
     FindingClass.DUPLICATE: Remedy(
         "More messages than rows, more rows than keys, or more effects than messages.",
@@ -80,7 +82,8 @@ REMEDIES: Final = {
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
         "was the row edited without the outbox after its message was sent? Both values are in the finding.",
-        "if subscribers need it, publish the row's state as a new message; else correct the row.",
+        "correct the row. If the row is right and subscribers need it, publish its state as a new message, and, if the "
+        'rule has messages = "exactly_one", `[[acknowledge]]` the DUPLICATE that follows.',
     ),
     FindingClass.WRONG_EFFECT: Remedy(
         "An effect has another value than its message.",
