@@ -76,11 +76,17 @@ def test_unknown_topics_are_created_where_that_is_allowed(
 ) -> None:
     catalog = TopicCatalog(auto_create=True)
     with contextlib.suppress(ZeroDivisionError), connection.transaction():
-        commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
+        # The second one reads the topic again, in the transaction that has created it.
+        for _ in range(2):
+            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
         raise ZeroDivisionError
-    commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
+    for _ in range(2):
+        with connection.transaction():
+            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
     drain(new_sequencer(database), connection)
-    assert len(queued_ids(connection, "fresh")) == 1
+    assert len(queued_ids(connection, "fresh")) == 2
+    # A topic of a committed transaction is remembered.
+    assert "fresh" in catalog._known
 
 
 def test_topic_types_are_enforced(broker: PostgresBroker) -> None:

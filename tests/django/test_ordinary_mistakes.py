@@ -314,3 +314,16 @@ def test_a_decorated_function_that_closed_its_connection_has_failed(path: str) -
     with pytest.raises(TransactionUsageError, match="closed"):
         decorated(lambda: connections["default"].close(), first=True)
     assert settled() == (False, False)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_block_that_has_only_published_notices_that_its_transaction_was_ended(path: str, end: str) -> None:
+    def block() -> None:
+        with transaction.atomic():
+            publish("orders", {}, key="first")
+            getattr(connections["default"].connection, end)()
+            publish("orders", {}, key="second")
+
+    with pytest.raises(TransactionUsageError, match="was ended by hand"):
+        block()
+    assert "second" not in {one.key for one in stored()}

@@ -775,10 +775,10 @@ class Dispatcher:
             if calls.waiting and (at := self._scheduler.spread_at(calls)) is not None and now >= at:
                 self._scheduler.spread(calls)
             if (admission := runner.admission) is not None:
-                allowed = calls.usable_threads
                 may_start = not (group.paused or quarantine.silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
-                if calls.waiting and calls.usable_threads > allowed:
+                if calls.is_allowance_new:
+                    calls.is_allowance_new = False
                     self._scheduler.spread(calls)
                 now = time.monotonic()
             if group.paused:

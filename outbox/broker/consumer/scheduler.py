@@ -65,6 +65,8 @@ class SubscriptionCalls:
         # At most this number of calls may run; None: as many as there are threads. `usable_threads`: the lower of the
         # two.
         self._allowed: int | None = None
+        # Whether `_allowed` has changed, and the threads have not been given the waiting calls since.
+        self.is_allowance_new = False
         self.usable_threads = threads
         # The lock of the scheduler protects these. `waiting`: the calls that no thread has taken. `serving`: how many
         # threads run calls, without those of abandoned calls. `stuck`: the number of threads whose call was abandoned
@@ -120,9 +122,11 @@ class SubscriptionCalls:
         """Let at most this number of calls run at the same time; None: as many as there are threads.
 
         Return the number of calls that run now. If more calls run than allowed, they continue. An admission calls this
-        method; after it, the dispatching thread calls `Scheduler.spread`.
+        method. The dispatching thread then lets threads take waiting calls, at the latest in its next step, even if
+        this one fails meanwhile.
         """
         with self._lock:
+            self.is_allowance_new = self.is_allowance_new or number != self._allowed
             self._allowed = number
             self.usable_threads = self._threads if number is None else min(self._threads, number)
             return self.running
@@ -766,8 +770,6 @@ class Calls:
 
     def _abandon(self, work: HandlerCall) -> None:
         self.abandoned += 1
-        if work.shares is not None:
-            work.shares.is_given_up = True
         self._running.discard(work)
         calls = self._runners[work.subscribed.key].calls
         calls.in_hand -= 1
@@ -803,6 +805,9 @@ class Calls:
             began = work.started_at
             if began is not None and now - began >= limit and not work.results:
                 work.abandoned = f"the handler of group {work.subscribed.group.name!r} ran longer than {limit:g} s"
+                # At once: its thread may return at this moment, and must know that another one replaces it.
+                if work.shares is not None:
+                    work.shares.is_given_up = True
                 overdue.append(work)
         return overdue
 

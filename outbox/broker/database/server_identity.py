@@ -73,4 +73,6 @@ def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
     with cursor_on(connection) as cursor:
         row = cursor.execute(_SEEN, [key]).fetchone()
     assert row is not None
-    return ServerIdentity(*row[1:]) if row[0] else None
+    # In a session with client_encoding SQL_ASCII, psycopg returns bytes.
+    texts = [value.decode() if isinstance(value, bytes) else value for value in row[1:]]
+    return ServerIdentity(*texts) if row[0] else None

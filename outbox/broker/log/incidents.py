@@ -93,7 +93,7 @@ def _columns(incidents: Sequence[Incident]) -> dict[str, Any]:
 _RENEW = Statement("""
 UPDATE {schema}.incident SET at = clock_timestamp(), detail = given.detail
 FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(details)s::text[]) AS given (kind, subject, detail)
-WHERE at > clock_timestamp() - interval '1 day' AND incident.kind = given.kind AND incident.subject = given.subject
+WHERE at > now() - interval '1 day' AND incident.kind = given.kind AND incident.subject = given.subject
 RETURNING incident.kind, incident.subject
 """)
 

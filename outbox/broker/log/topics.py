@@ -182,6 +182,8 @@ def _read(run: Executor) -> dict[str, KnownTopic]:
     return {row.name: row.known() for row in run.objects(TopicRow, ALL_TOPICS)}
 
 
+_TRANSACTION: Final = Statement("SELECT pg_current_xact_id()::text")
+_TRANSACTION_IF_ANY: Final = Statement("SELECT pg_current_xact_id_if_assigned()::text")
 _ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")
 
 
@@ -207,6 +209,10 @@ class TopicCatalog:
         self._known: dict[str, KnownTopic] = {}
         self._stale_at = 0.0
         self._warned: dict[str, float] = {}
+        # The topics that this catalog has created in open transactions, with the ids of the transactions. Until such a
+        # transaction has committed, only itself may know the topic: if it rolls back, a message of another transaction
+        # would be stored under an id that no topic has.
+        self._created: dict[str, str] = {}
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
         """Return the topic `name`.
@@ -218,11 +224,10 @@ class TopicCatalog:
             return known
         topics = self._refresh(connection)
         if name not in topics and self._auto_create:
-            declare_topics(Executor(connection, self._schema), [Topic(name=name)])
-            # Do not remember a topic that the caller's transaction has created, because the transaction may still roll
-            # back.
+            run = Executor(connection, self._schema)
+            declare_topics(run, [Topic(name=name)])
             if connection.info.transaction_status != pq.TransactionStatus.IDLE:
-                return _read(Executor(connection, self._schema))[name]
+                [self._created[name]] = run.one(_TRANSACTION)
             topics = self._refresh(connection)
         try:
             return topics[name]
@@ -296,9 +301,17 @@ class TopicCatalog:
             logger.warning("topic %r is over its limit, and still takes messages: %s", name, known.over_limit)
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
-        topics = _read(Executor(connection, self._schema))
+        run = Executor(connection, self._schema)
+        topics = _read(run)
+        remembered = topics
+        if self._created:
+            [current] = run.one(_TRANSACTION_IF_ANY)
+            own = {name for name, created_in in tuple(self._created.items()) if created_in == current}
+            remembered = {name: known for name, known in topics.items() if name not in own}
+            for name in remembered:
+                self._created.pop(name, None)
         with self._lock:
-            self._known = topics
+            self._known = remembered
             self._stale_at = time.monotonic() + _REFRESH_SECONDS
         return topics
 

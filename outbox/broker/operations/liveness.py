@@ -112,11 +112,11 @@ SELECT broker_id::text, incarnation, reject_transactional AS is_rejecting, tick_
        CASE WHEN lease.expires_at > clock_timestamp() THEN lease.lacks ELSE '{{}}' END AS lacks,
        CASE WHEN lease.expires_at <= clock_timestamp()
             THEN extract(epoch FROM clock_timestamp() - lease.expires_at)::double precision END AS gone_seconds,
-       extract(epoch FROM clock_timestamp()
-                          - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
-              )::double precision AS overdue_seconds
+       CASE WHEN first_due.at < clock_timestamp()
+            THEN extract(epoch FROM clock_timestamp() - first_due.at)::double precision END AS overdue_seconds
 FROM {schema}.broker
 CROSS JOIN (SELECT tick_id, snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+CROSS JOIN (SELECT min(due_at) AS at FROM {schema}.scheduled) AS first_due
 LEFT JOIN {schema}.leader_lease lease ON lease.role = 'sequencer'
 """)
 

@@ -215,7 +215,7 @@ LEFT JOIN {schema}.dead_letter letter ON letter.log_id = seen.log_id AND letter.
 LEFT JOIN LATERAL (SELECT bool_or(claimed) AS claimed, (array_agg(scheduled.attempt ORDER BY due_at DESC))[1] AS attempt
                    FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
                    WHERE scheduled.log_id = seen.log_id AND topic.retry_of = seen.group_id) AS retry ON true
-ORDER BY seen.log_id, retry_of NULLS FIRST, queued_at, seen.attempt, seen.queue_id, seen.offset, seen.group
+ORDER BY seen.log_id, retry_of NULLS FIRST, seen.queued_at, seen.attempt, seen.queue_id, seen.offset, seen.group
 """
 )
 

@@ -95,6 +95,10 @@ class StoredKeys:
     def _find(self, key_id: UUID) -> bytes | None:
         with self._answering("The message waits."):
             row = SubjectKey.objects.using(self._alias).filter(key_id=key_id).first()
+        connection = connections[self._alias]
+        if connection.settings_dict["OPTIONS"].get("pool") and not connection.in_atomic_block:
+            # Other threads may need it while the handler runs.
+            connection.close()
         if row is None:
             raise HandlerNotStarted(
                 f"the key database {self._alias!r} does not have the key {key_id} of a message, and it was not deleted "

@@ -297,7 +297,7 @@ CONDITIONS.add(
 
 @CONDITIONS.declare(
     meaning=CORE["lag"].meaning,
-    next_step=CORE["lag"].next_step,
+    next_step="Add consumers, or correct the slow handler. `mqadmin consumerProgress` shows which queues are behind.",
     concern=Concern.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 
 from outbox import hooks
@@ -64,6 +66,30 @@ class Opening:
         self._option.lives += 1
 
 
+class Narrow(After):
+    """Starts one call at a time until `wide` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.wide = threading.Event()
+
+
+class Widening(Opening):
+    """The admission of `Narrow`. The step in which it allows more calls fails."""
+
+    def __init__(self, option: Narrow, subscribed: Subscribed, calls: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
+        super().__init__(option, subscribed, calls, lanes)
+        self._wide, self._calls, self._allowed = option.wide, calls, 1
+        calls.allow(1)
+
+    def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
+        super().prepare(run, instance, now, term_seconds=term_seconds, may_start=may_start)
+        if self._wide.is_set() and self._allowed == 1:
+            self._allowed = 2
+            self._calls.allow(2)
+            raise psycopg.OperationalError("the statement after it failed")
+
+
 called: list[tuple[Any, ...]] = []
 
 
@@ -107,6 +133,27 @@ def test_messages_wait_in_their_lane_until_they_are_admitted(bench: ConsumptionB
     assert [(n, attempt) for n, _, attempt in started] == [(0, 1), (1, 1), (2, 1)]
     assert all(at >= option.at for _, at, _ in started)
     assert option.spent == 3 and option.lives >= 1
+
+
+def test_waiting_calls_start_when_more_are_allowed_even_if_that_step_fails(
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(hooks.admissions, Narrow, f"{__name__}.Widening")
+    bench.declare("orders", queues=1)
+    bench.publish([Message(topic="orders", body=encode({"n": n})) for n in range(2)])
+    option, started, proceed = Narrow(), list[int](), threading.Event()
+
+    def handle(delivery: Delivery) -> None:
+        started.append(delivery.body["n"])
+        assert proceed.wait(30)
+
+    with bench.running((Subscription(group="g", topic="orders", threads=2, options=[option]), handle)):
+        eventually(lambda: option.spent == 2)
+        assert started == [0]
+        option.wide.set()
+        eventually(lambda: sorted(started) == [0, 1])
+        proceed.set()
+        eventually(lambda: bench.lag("g") == 0)
 
 
 def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:

@@ -336,6 +336,19 @@ def test_a_call_that_ends_while_the_dispatching_thread_looks_at_its_time() -> No
     assert calls._overdue() == [ending]
 
 
+def test_a_thread_knows_at_once_that_it_is_replaced() -> None:
+    """The calls before it in the list of overdue ones may take long to book, and its thread may return meanwhile."""
+    first, joined = call(), call()
+    shared = SimpleNamespace(calls=[first, joined], is_given_up=False)
+    for one in (first, joined):
+        one.shares = shared  # type: ignore[assignment]
+    joined.started_at = 0.0
+    calls = Calls({}, None)  # type: ignore[arg-type]
+    calls._running |= {first, joined}
+    assert calls._overdue() == [joined]
+    assert shared.is_given_up and first.is_given_up
+
+
 def test_a_replaced_thread_calls_no_further_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message joins in the moment in which the process gives the transaction up. Another thread must handle it."""
     calls = [call() for _ in range(3)]

@@ -131,9 +131,12 @@ def current_engine() -> CurrentEngine:
             entry["OPTIONS"].get("assume_role"),
         ):
             return current
+    read = conf.read_settings()
+    settings = read[2]
+    if current is not None and current.settings is settings and current.place == _place(settings):
+        # Without OUTBOX, each call comes here. It takes no lock, which a forked child could inherit locked.
+        return current
     with _lock:
-        read = conf.read_settings()
-        settings = read[2]
         if _current is None or _current.settings is not settings or _current.place != _place(settings):
             if _current is not None:
                 _current.broker.close()

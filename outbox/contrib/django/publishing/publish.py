@@ -797,6 +797,8 @@ def _publish_atomic(
     try:
         if raw.pgconn.transaction_status == _IDLE:
             begin(raw)
+        # From now on, a transaction that the driver's own commit() or rollback() has ended is noticed.
+        watch.is_begun = True
         rows = current.catalog.prepare(raw, messages, transactional=True)
         keys: list[tuple[str, str]] = []
         for row in rows:

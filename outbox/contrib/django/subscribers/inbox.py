@@ -115,7 +115,9 @@ _of_thread = _OfThread()
 
 
 def begin_call() -> None:
-    """Replace the connections that have ended while this thread was idle.
+    """Replace the connections that have ended while this thread was idle, and return those of Django's pools.
+
+    Whatever decodes a body may have taken one from a pool, and other threads would miss it while the handler runs.
 
     With DEBUG, also empty the query log, as Django does for each request.
     """
@@ -126,13 +128,17 @@ def begin_call() -> None:
         # would lengthen the pause of its subscription, long after the server is back.
         if raw is None or connection.in_atomic_block:
             continue
-        if _is_expired(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
+        if _is_expired(connection) or _has_pool(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
             connection.close()
     if settings.DEBUG:
         for connection in connections.all(initialized_only=True):
             # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
             if not connection.force_debug_cursor:
                 connection.queries_log.clear()
+
+
+def _has_pool(connection: BaseDatabaseWrapper) -> bool:
+    return bool(connection.settings_dict["OPTIONS"].get("pool"))
 
 
 def _is_expired(connection: BaseDatabaseWrapper) -> bool:
@@ -156,13 +162,16 @@ def refresh_connections(*, in_handler: bool = False) -> None:
     for connection in opened:
         if connection.connection is None or connection.in_atomic_block:
             continue
-        broken = connection.errors_occurred and not connection.is_usable()
+        has_pool = _has_pool(connection)
+        # Without an error, only two cases have to be looked at here: a pool would lend a session that the server has
+        # ended, and the next step of a handler would meet it. Otherwise `begin_call` looks before the next call.
+        is_over = (has_pool or in_handler) and connection.vendor == "postgresql" and is_ended(connection.connection)
+        broken = is_over or (connection.errors_occurred and not connection.is_usable())
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
         # of the next message could not begin.
         left_open = begun_by_hand(connection)
-        has_pool = bool(connection.settings_dict["OPTIONS"].get("pool"))
         changed = is_session_changed(connection) and (has_pool or not in_handler)
-        if changed and has_pool:
+        if (changed or is_over) and has_pool:
             # The pool drops a connection that is closed.
             connection.connection.close()
         if broken or left_open or changed or has_pool or _is_expired(connection):
