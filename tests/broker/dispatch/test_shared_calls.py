@@ -341,7 +341,7 @@ def test_a_thread_knows_at_once_that_it_is_replaced() -> None:
     first, joined = call(), call()
     shared = SimpleNamespace(calls=[first, joined], is_given_up=False)
     for one in (first, joined):
-        one.shares = shared  # type: ignore[assignment]
+        one.shares = shared
     joined.started_at = 0.0
     calls = Calls({}, None)  # type: ignore[arg-type]
     calls._running |= {first, joined}
