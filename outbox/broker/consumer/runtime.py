@@ -314,7 +314,7 @@ class ConsumerSession:
         if run is None or self._is_new or self._announcements is None:
             run = self._run_in_current_life()
         if self._has_stepped and self._session_task is not None:
-            self._accompany(run, self._session_task)
+            self._lead(run, self._session_task)
         now = time.monotonic()
         grown, self._grown = self._grown, set()
         if grown is None or now - self._polled_at >= self._poll_seconds:
@@ -322,7 +322,7 @@ class ConsumerSession:
         self.dispatcher.step(run, grown)
         self._has_stepped = True
 
-    def _accompany(self, run: Executor, session_task: SessionTask) -> None:
+    def _lead(self, run: Executor, session_task: SessionTask) -> None:
         if self._announcements is None:
             return
         decided, self._decided = self._decided, False

@@ -76,9 +76,9 @@ class CurrentEngine:
         self.broker = self.engine.broker
         steps = (hooks.resolved(path)() for path in hooks.body_steps.values())
         self.body_steps: Sequence[BodyStep] = [step for step in steps if step is not None]
-        # The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them. The keys are the
-        # targets of aliases. A value is the server on which the atomic path was proven, or None if messages take the
-        # two-phase path.
+        # The paths (atomic or two-phase) that this process uses, as `publish._proven_server` has chosen them. The keys
+        # are the targets of aliases. A value is the server on which the atomic path was proven, or None if messages
+        # take the two-phase path.
         self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
         # For each alias: the last time (time.monotonic) at which this process recorded that the alias does not lead to
         # the broker.
