@@ -61,7 +61,7 @@ LACKING: Mapping[str, str] = {
             "test_end_of_unknown_transaction_or_other_group_is_refused",
             "test_lost_end_message_is_settled_by_check_back",
         ],
-        "Only in the ledger is the first decision final",
+        "The first decision is final only in the ledger",
     ),
     **dict.fromkeys(
         [
@@ -70,7 +70,7 @@ LACKING: Mapping[str, str] = {
             "test_no_producer_of_the_group_alive_uses_up_no_check_and_a_restart_decides",
             "test_per_message_immunity_is_honoured_without_using_up_checks",
         ],
-        "RocketMQ asks about an undecided message `transactionCheckMax` times",
+        "It stops after `transactionCheckMax`",
     ),
     **dict.fromkeys(
         ["test_resent_half_is_stored_once", "test_resent_plain_message_is_stored_once"],
@@ -88,7 +88,7 @@ LACKING: Mapping[str, str] = {
         "reset, audit, reconciliation | yes | -",
     ),
     # It also holds that nothing is asked about whose end is late by a second; the case below is the rest of it.
-    "test_message_visibility": "RocketMQ asks about an undecided message `transactionCheckMax` times",
+    "test_message_visibility": "It stops after `transactionCheckMax`",
     **dict.fromkeys(
         [
             "test_a_bounded_pass_handles_what_is_there_and_counts_it",
@@ -103,7 +103,7 @@ LACKING: Mapping[str, str] = {
 }
 LACKING_MODULES: Mapping[ModuleType, str] = {
     test_fencing: "producers with a transactional id",
-    test_parking: "RocketMQ asks about an undecided message `transactionCheckMax` times",
+    test_parking: "It stops after `transactionCheckMax`",
     test_recall: "recall of messages that it has stored",
     test_switches: "switch that refuses the transactional messages of all producers",
 }
