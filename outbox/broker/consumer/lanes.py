@@ -178,7 +178,24 @@ class _Waiting(Generic[What]):
 # In concurrent mode, any message may be handled at any time.
 
 
-class ConcurrentLane(_Waiting[FetchedEntry]):
+class _WaitingMessages(_Waiting[FetchedEntry]):
+    """What the lanes of this mode have in common: a failed message waits alone, and blocks no other."""
+
+    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+        """End the call whose items `take` has returned.
+
+        A later `take` returns the items in `again` when they are due.
+        """
+        for item in again:
+            self.postpone(item.due, item)
+
+
+def _before(queue: OwnedQueue, offset: int) -> Callable[[FetchedEntry], bool]:
+    """Return whether a message stays in its lane if those of `queue` from `offset` on are dropped."""
+    return lambda item: item.queue is not queue or item.offset < offset
+
+
+class ConcurrentLane(_WaitingMessages):
     """Returns fetched messages in the order of their arrival, and failed messages again when they are due."""
 
     def __init__(self, batch: int) -> None:
@@ -202,20 +219,9 @@ class ConcurrentLane(_Waiting[FetchedEntry]):
         """Count the failed messages that are due now as waiting."""
         self.ready.extend(self.due(now))
 
-    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call whose items `take` has returned.
-
-        A later `take` returns the items in `again` when they are due.
-        """
-        for item in again:
-            self.postpone(item.due, item)
-
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
-
-        def stays(item: FetchedEntry) -> bool:
-            return item.queue is not queue or item.offset < from_offset
-
+        stays = _before(queue, from_offset)
         self.ready = deque(filter(stays, self.ready))
         self._keep(stays)
 
@@ -454,7 +460,7 @@ class NamedQueue:
 Named = TypeVar("Named", bound=NamedQueue)
 
 
-class RoundRobinLane(_Waiting[FetchedEntry], Generic[Named]):
+class RoundRobinLane(_WaitingMessages, Generic[Named]):
     """A lane whose calls have one message. `FetchedEntry.key` is the name of a message."""
 
     def __init__(self, make: Callable[[str], Named]) -> None:
@@ -499,20 +505,9 @@ class RoundRobinLane(_Waiting[FetchedEntry], Generic[Named]):
                 return [item]
         return []
 
-    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call whose items `take` has returned.
-
-        A later `take` returns the items in `again` when they are due.
-        """
-        for item in again:
-            self.postpone(item.due, item)
-
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
-
-        def stays(item: FetchedEntry) -> bool:
-            return item.queue is not queue or item.offset < from_offset
-
+        stays = _before(queue, from_offset)
         for named in list(self._names.values()):
             if not all(map(stays, named.items)):
                 kept = deque(filter(stays, named.items))

@@ -42,7 +42,7 @@ class Verdict:
     """The first line of the page. `severity` is ok, unknown, warning or critical.
 
     `at`: the time of the figures on which "No fault" is based; None for any other sentence. `why`: why nothing moves,
-    although there is no fault, or who is silent beside the conditions; '' if neither holds.
+    although there is no fault, or which processes are silent beside the conditions; '' if neither holds.
     """
 
     severity: str

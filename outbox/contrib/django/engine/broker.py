@@ -99,6 +99,10 @@ def _place(settings: OutboxSettings) -> tuple[object, ...]:
     return place_named_by(settings.broker) if settings.has_database else ()
 
 
+def _fits(current: CurrentEngine, settings: OutboxSettings) -> bool:
+    return current.settings is settings and current.place == _place(settings)
+
+
 _current: CurrentEngine | None = None
 _lock = threading.Lock()
 
@@ -133,14 +137,15 @@ def current_engine() -> CurrentEngine:
             return current
     read = conf.read_settings()
     settings = read[2]
-    if current is not None and current.settings is settings and current.place == _place(settings):
+    if current is not None and _fits(current, settings):
         # Without OUTBOX, each call comes here. It takes no lock, which a forked child could inherit locked.
         return current
     with _lock:
-        if _current is None or _current.settings is not settings or _current.place != _place(settings):
-            if _current is not None:
-                _current.broker.close()
-            _current = CurrentEngine(read)
+        if _current is not None:
+            if _fits(_current, settings):
+                return _current
+            _current.broker.close()
+        _current = CurrentEngine(read)
         return _current
 
 
