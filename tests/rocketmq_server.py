@@ -28,6 +28,8 @@ from outbox.rocketmq.admin import Admin, brokers_of
 
 VERSION: Final = "5.3.3"
 CLUSTER: Final = "DefaultCluster"
+# The code of the request for the brokers of all clusters.
+_CLUSTERS: Final = 106
 _START_SECONDS: Final = 300.0
 _ENDS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
@@ -232,7 +234,9 @@ class PrivateRocketMQ:
             with socket.create_connection(("127.0.0.1", self._proxy), 1):
                 pass
             # The name server needs neither credentials nor encryption.
-            return Admin("127.0.0.1", self._listen).is_registered(("127.0.0.1", self._names), CLUSTER)
+            _, _, found = Admin("127.0.0.1", self._names).ask(_CLUSTERS, {})
+            # The answer is not valid JSON: RocketMQ writes the numbers of brokers as keys without quotes.
+            return f'"clusterAddrTable":{{"{CLUSTER}":["'.encode() in found
         except (OSError, BrokerUnavailable):
             return False
 

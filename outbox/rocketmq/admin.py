@@ -32,7 +32,6 @@ _UPDATE_TOPIC: Final = 17
 _QUERY_OFFSET: Final = 14
 _UPDATE_OFFSET: Final = 15
 _UPDATE_GROUP: Final = 200
-_CLUSTERS: Final = 106
 _BROKER_CONFIG: Final = 26
 _SUCCESS: Final = 0
 _NOT_SUPPORTED: Final = 3
@@ -123,7 +122,6 @@ class Admin:
     def create_topic(self, topic: Topic) -> None:
         """Create the topic, or update it."""
         self._ask(
-            self._place(),
             _UPDATE_TOPIC,
             {
                 "topic": self.name(topic.name),
@@ -152,11 +150,11 @@ class Admin:
             "consumeMessageOrderly": subscription.mode is not Mode.CONCURRENT,
             "retryMaxTimes": _NO_LIMIT,
         }
-        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps(body).encode())
+        self._ask(_UPDATE_GROUP, {}, json.dumps(body).encode())
         for number in range(topic.queue_count):
             queue = {"consumerGroup": group, "topic": self.name(subscription.topic), "queueId": number}
             if self._offset(queue) == 0:
-                self._ask(self._place(), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
+                self._ask(_UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
         """Return the offset that a group has stored for a queue, or 0 if the group has stored none.
@@ -168,18 +166,12 @@ class Admin:
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
         """Store the offset of a group. If the group does not exist, create it."""
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
-        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
-        self._ask(self._place(), _UPDATE_OFFSET, fields)
+        self._ask(_UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
+        self._ask(_UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
         code, answer, _ = self._exchange(self._place(), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
-
-    def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
-        """Whether the name server knows a broker of the cluster."""
-        # The code searches the text of the answer, because the answer is not valid JSON: RocketMQ writes the numbers of
-        # brokers as keys without quotes.
-        return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
         """Return the broker's answer to a request: its code (0 is success), its header and its body."""
@@ -210,12 +202,12 @@ class Admin:
                 return one.host, one.port
         raise BrokerUnavailable(f"none of {', '.join(map(str, every))} is the master of its replicas now.")
 
-    def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
-        status, answer, rest = self._exchange(address, code, fields, body)
+    def _ask(self, code: int, fields: Mapping[str, Any], body: bytes = b"") -> None:
+        address = self._place()
+        status, answer, _ = self._exchange(address, code, fields, body)
         if status != _SUCCESS:
             why = answer.get("remark") or f"code {status}"
             raise BrokerError(f"RocketMQ at {address[0]}:{address[1]} refused request {code}: {why}.")
-        return rest
 
     def _exchange(
         self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes
