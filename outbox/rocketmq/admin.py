@@ -173,9 +173,9 @@ class Admin:
         code, answer, _ = self._exchange(self._place(), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
-    def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
+    def ask(self, code: int, fields: Mapping[str, Any], body: bytes = b"") -> tuple[int, Mapping[str, Any], bytes]:
         """Return the broker's answer to a request: its code (0 is success), its header and its body."""
-        return self._exchange(self._place(), code, fields, b"")
+        return self._exchange(self._place(), code, fields, body)
 
     def each(self) -> list[Admin]:
         """Return the ports of the broker and of its replicas, whichever is the master."""

@@ -206,9 +206,8 @@ class RocketMQCluster:
     def in_sync(self, group: str) -> list[object]:
         """The brokers of a group that have every acknowledged message, as the controller knows them."""
         asked = json.dumps([group]).encode()
-        try:
-            answer = Admin("127.0.0.1", 0)._ask(("127.0.0.1", self.ports["CONTROLLER"]), _IN_SYNC, {}, asked)
-        except BrokerError:
+        status, _, answer = Admin("127.0.0.1", self.ports["CONTROLLER"]).ask(_IN_SYNC, {}, asked)
+        if status != 0:
             return []
         table = json.loads(answer).get("replicasInfoTable", {})
         found: list[object] = table.get(group, {}).get("inSyncReplicas") or []
