@@ -170,7 +170,9 @@ class Subscription:
         "type decides; an error of an unlisted type is retried",
         shown="`{}`",
     )
-    suspend_seconds: float = _option(1.0, "ordered modes: the pause before a failed message is tried again at its place")
+    suspend_seconds: float = _option(
+        1.0, "ordered modes: the pause before a failed message is tried again at its place"
+    )
     max_suspends: int | None = _option(
         None, "ordered modes: how often a failed message is tried again at its place; `None`: no limit"
     )
