@@ -155,7 +155,7 @@ class Subscription:
     start: Start | datetime = _option(
         Start.EARLIEST,
         'where a new group begins: at the oldest message, at the next new message (`"latest"`), or at the first '
-        "message that became visible at a given (aware) time or later",
+        "message that became visible at or after an aware `datetime`",
     )
     batch: int = _option(
         1, "with a number above 1, the handler gets a list of at most this number of messages, in one transaction"
@@ -166,7 +166,7 @@ class Subscription:
     )
     on_error: Mapping[type[BaseException], OnError] = _option(
         MappingProxyType({}),
-        'per exception type: `"retry"`, `"retry_later"`, `"dead_letter"` or `"stop"`. The most specific '
+        'the reaction per exception type: `"retry"`, `"retry_later"`, `"dead_letter"` or `"stop"`. The most specific '
         "type decides; an error of an unlisted type is retried",
         shown="`{}`",
     )

@@ -126,7 +126,7 @@ class TopicOptions:
         _TOPIC["space_limit_bytes"],
         or_none(whole(1, "bytes")),
         word="space limit",
-        meaning="the greatest size of all messages that the broker stores "
+        meaning="the topic is over this limit if all messages of the broker together take more space "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
     on_limit: str = setting(
