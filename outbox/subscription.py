@@ -154,8 +154,8 @@ class Subscription:
     )
     start: Start | datetime = _option(
         Start.EARLIEST,
-        "where a group that is new to the topic begins: at the oldest message, at the next new message "
-        '(`"latest"`), or, for an aware time, at the first message that became visible at that time or later',
+        'where a new group begins: at the oldest message, at the next new message (`"latest"`), or at the first '
+        "message that became visible at or after an aware `datetime`",
     )
     batch: int = _option(
         1, "with a number above 1, the handler gets a list of at most this number of messages, in one transaction"
@@ -166,13 +166,15 @@ class Subscription:
     )
     on_error: Mapping[type[BaseException], OnError] = _option(
         MappingProxyType({}),
-        'per exception type: `"retry"`, `"retry_later"`, `"dead_letter"` or `"stop"`. The most specific '
+        'the reaction per exception type: `"retry"`, `"retry_later"`, `"dead_letter"` or `"stop"`. The most specific '
         "type decides; an error of an unlisted type is retried",
         shown="`{}`",
     )
-    suspend_seconds: float = _option(1.0, "ordered modes: the pause before a failed message is tried again in place")
+    suspend_seconds: float = _option(
+        1.0, "ordered modes: the pause before a failed message is tried again at its place"
+    )
     max_suspends: int | None = _option(
-        None, "ordered modes: how often a failed message is tried again in place; `None`: no limit"
+        None, "ordered modes: how often a failed message is tried again at its place; `None`: no limit"
     )
     timeout_seconds: float = _option(15 * 60.0, "a handler call that lasts longer than this time counts as failed")
     effects: Effects = _option(
@@ -181,7 +183,7 @@ class Subscription:
     )
     broadcast: bool = _option(False, "`True`: every consumer process gets all messages, and there is no inbox")
     options: Sequence[SubscriptionOption] = _option(
-        (), "the options of parts, such as [limits](limits.md) for all workers together", shown="`[]`"
+        (), "the options of optional apps, such as [`Limits(…)`](limits.md)", shown="`[]`"
     )
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
         "the handler runs in a transaction with its inbox row. `False`: the handler runs without transaction and inbox "
         "row, so its effect may happen again",
     ),
-    "using": ("the routers' choice", "alias of the handler's transaction"),
+    "using": ("the routers' choice", "alias of the database of the handler's transaction"),
 }
 # The keys of OUTBOX: those of the core, and those of the parts.
 SETTINGS: Final = (OutboxSettings, *hooks.settings.values())

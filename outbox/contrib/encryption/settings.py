@@ -29,5 +29,6 @@ class EncryptionSettings:
         secret=True,
         shown="`[]`",
         word="key-encrypting key (NIST), KEK",
-        meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, all decrypt",
+        meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, each key "
+        "decrypts",
     )

@@ -28,7 +28,7 @@ class ErasureSettings:
         bundled_only=True,
         secret=True,
         word="secret",
-        meaning="key of the hashes that stand for erased keys in the list of erasures. Keep it for as long as backups",
+        meaning="secret with which the list of erasures hashes the erased keys. Keep it as long as you keep backups",
     )
 
 

@@ -18,6 +18,6 @@ class ReconciliationSettings:
         bundled_only=True,
         word="publisher",
         section="observing",
-        meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
+        meaning="for each rule of a reconciliation, the dotted path of a function that creates the message of a row "
         "again ([repair](reconciliation/findings.md#repair))",
     )

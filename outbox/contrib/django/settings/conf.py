@@ -91,7 +91,8 @@ class TopicOptions:
         _TOPIC["retention_seconds"],
         whole(1, "seconds"),
         word="retention",
-        meaning="how long the log keeps consumed messages; others stay at least thirty days",
+        meaning="how long the log keeps messages that all groups have consumed; other messages stay at least thirty "
+        "days",
     )
     codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
     selector: str | None = setting(
@@ -125,7 +126,7 @@ class TopicOptions:
         _TOPIC["space_limit_bytes"],
         or_none(whole(1, "bytes")),
         word="space limit",
-        meaning="the greatest size of all messages that the broker stores "
+        meaning="the topic is over this limit if all messages of the broker together take more space "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
     on_limit: str = setting(
@@ -138,7 +139,8 @@ class TopicOptions:
         _TOPIC["searchable"],
         flag,
         word="searchable",
-        meaning="the log has an index of the topic's keys ([search by key](operations/messages.md#search-by-key))",
+        meaning="`True`: the log has an index of the topic's keys "
+        "([search by key](operations/messages.md#search-by-key))",
     )
 
 
@@ -227,9 +229,8 @@ class OutboxSettings:
         bundled_only=True,
         secret=True,
         word="LISTEN (PostgreSQL)",
-        meaning="URL without the pooler, if the alias uses a [pooler](operations/connections.md#behind-a-pooler). "
-        'With `""`, '
-        "outbox polls and does not use LISTEN",
+        meaning="URL of a direct connection, if the alias uses a [pooler](operations/connections.md#behind-a-pooler). "
+        'With `""`, outbox polls and does not use LISTEN',
     )
     topics: Mapping[str, DeclaredTopic] = setting(
         {},
@@ -249,7 +250,7 @@ class OutboxSettings:
         dotted_path,
         shown="JSON",
         word="codec",
-        meaning="codec (class or object) of every topic without a `codec` of its own",
+        meaning="class or object that encodes bodies, for topics without a `codec` of their own",
     )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
@@ -259,29 +260,32 @@ class OutboxSettings:
         shown="none",
         word="producer group (RocketMQ)",
         meaning="the name of this service, unique among the services on the broker. Only processes of this service "
-        "answer checks of its transactions",
+        "answer check-backs of its transactions",
         section="publishing",
     )
     send_timeout_seconds: float = setting(
         3.0, seconds(0.05), word="send: pass a message to the broker", meaning="how long `publish` waits for the broker"
     )
     immunity_seconds: int = setting(
-        6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="the age at which a half message is first checked"
+        6,
+        whole(0, "seconds"),
+        word="immunity (RocketMQ)",
+        meaning="the age at which an undecided message is first checked",
     )
     check_interval_seconds: float = setting(
         30.0,
         seconds(0.1),
         word="interval: the time between two passes",
-        meaning="time between two check-back passes. After an answer without an outcome, a half message is checked "
-        "again when twice this time has passed",
+        meaning="time between two check-back passes. After an answer without an outcome, a message is checked again "
+        "when twice this time has passed",
     )
     max_check_age_seconds: int = setting(
         int(3 * _DAY),
         whole(1, "seconds"),
         bundled_only=True,
         word="check",
-        meaning="a half message is parked if it is still undecided when this time has passed since the end of its "
-        "immunity",
+        meaning="how long after `IMMUNITY_SECONDS` an undecided message is checked; then it is "
+        "[parked](concepts/messages.md#parked-messages)",
     )
 
     celery_app: str | None = setting(
@@ -298,15 +302,15 @@ class OutboxSettings:
         DEFAULT_THREADS,
         whole(1, "threads"),
         word="consumer",
-        meaning="handler threads of one consumer process, which its subscribers share in turn. Each needs a session of "
-        "the [database](operations/connections.md). A subscriber with `threads` above 8 raises the number",
+        meaning="handler threads of one consumer process, which all its subscribers share. Each thread needs a "
+        "[database session](operations/connections.md). A subscriber with `threads` above 8 raises the number",
     )
     lease_seconds: float = setting(
         10.0,
         seconds(1),
         word="lease",
-        meaning="how long a queue stays with a consumer that died. A handler may wait for a lock for half of this "
-        "time, and its transaction may be idle for four fifths of this time",
+        meaning="how long a queue stays with a consumer that has died. A handler may wait for a lock for half of this "
+        "time, and leave its transaction idle for four fifths of this time",
     )
     drain_seconds: float = setting(
         20.0,
@@ -320,16 +324,15 @@ class OutboxSettings:
         whole(1, "messages", 32),
         bundled_only=True,
         word="commit",
-        meaning="at most this number of messages share one transaction of their handlers "
-        "([see there](handlers.md#several-messages-in-one-transaction)). 1: each message has a transaction of its own",
+        meaning="how many messages a worker may handle [in one transaction]"
+        "(handlers.md#several-messages-in-one-transaction). 1: each message has a transaction of its own",
     )
     handler_middleware: Sequence[str] = setting(
         (),
         paths,
         shown="`[]`",
         word="middleware (Django)",
-        meaning="dotted paths of functions that wrap every handler call, the outermost first "
-        "([see there](hooks.md#middleware-around-handlers))",
+        meaning="[functions that wrap every handler call](hooks.md#middleware-around-handlers), the outermost first",
     )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
@@ -359,14 +362,14 @@ class OutboxSettings:
         None,
         or_none(text("path")),
         word="health (Kubernetes: liveness and readiness)",
-        meaning="folder into which a worker's processes write heartbeats, and what parts collect from them",
+        meaning="folder for the heartbeats of a worker's processes, and for data of optional apps, such as metrics",
     )
     health_address: str | None = setting(
         None,
         address,
         word="health",
-        meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready`, and what '
-        "parts add, such as `/metrics`",
+        meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready`, and paths of '
+        "optional apps, such as `/metrics`",
     )
     masked_fields: Mapping[str, frozenset[str]] = setting(
         {},
