@@ -82,8 +82,8 @@ REMEDIES: Final = {
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
         "was the row edited without the outbox after its message was sent? Both values are in the finding.",
-        "correct the row. If the row is right and subscribers need it, publish its state as a new message, and, if the "
-        'rule has messages = "exactly_one", `[[acknowledge]]` the DUPLICATE that follows.',
+        "correct the row. If the row is right and subscribers need it, publish its state as a new message. With "
+        '`messages = "exactly_one"`, a DUPLICATE follows: `[[acknowledge]]` it.',
     ),
     FindingClass.WRONG_EFFECT: Remedy(
         "An effect has another value than its message.",
@@ -115,7 +115,8 @@ REMEDIES: Final = {
         "A finding of the previous result that no longer holds.", "nothing.", "no action is needed."
     ),
     FindingClass.EXPIRED: Remedy(
-        "A subject that an earlier run left open can no longer be judged: retention may have removed its evidence.",
+        "A finding or a PENDING key of an earlier run can no longer be judged, because retention may have removed its "
+        "messages.",
         "the finding's earlier class (in the column flags), and whether an operator has settled the finding.",
         "compare the business row with what the subscribers did, and correct what is wrong. If findings stay open for "
         "longer than the topic's retention, raise the retention.",

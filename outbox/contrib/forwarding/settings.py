@@ -111,9 +111,8 @@ class DeclaredForward:
         None,
         member(Start),
         shown='`"earliest"`',
-        meaning="the message at which a group begins if it is new to a topic. If `start` is missing and other groups "
-        "have handled "
-        "messages of the topic, `manage.py check` and `outbox_worker --role forward` warn",
+        meaning="whether a group that is new to a topic begins at the oldest or the newest message. Without `start`, "
+        "`manage.py check` and the worker warn if other groups have already handled messages of the topic",
     )
 
 

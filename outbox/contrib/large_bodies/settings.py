@@ -26,8 +26,8 @@ class DeclaredLargeBodies:
     keep_seconds: int = setting(
         7 * _DAY,
         whole(_DAY, "seconds"),
-        meaning="an object to which no message refers is removed when it is older than this. Choose a longer time if "
-        "the bodies of messages in backups or in the archive must stay readable",
+        meaning="an object without a message is removed when it is older than this. Choose a longer time if bodies "
+        "in backups or in the archive must stay readable",
     )
 
     @property

@@ -61,8 +61,8 @@ class DeclaredSchedule:
         Missed.COALESCE,
         member(Missed),
         shown='`"coalesce"`',
-        meaning="what is published after a time without a leader, or after a pause: one message (`coalesce`), one "
-        "message for each due moment (`catch_up`), or no message that is more than five minutes late (`skip`)",
+        meaning="what is published after a pause, or after a time without a leader "
+        "([missed due moments](#missed-due-moments))",
     )
 
 
