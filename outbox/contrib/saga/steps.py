@@ -393,8 +393,7 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 
 
 @CONDITIONS.declare(
-    meaning="Sagas wait for a message that is lost or a dead letter: that of their next step, or that of their "
-    "deadline.",
+    meaning="The message of a saga's next step, or of its deadline, is lost or a dead letter. The saga waits for it.",
     next_step="Replay the dead letters of these sagas: `outbox_dead_letter list GROUP`. A worker with the role "
     "`check` publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
