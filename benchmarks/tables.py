@@ -152,11 +152,10 @@ def sizing_throughput() -> str:
     peak = 100e6 / 86_400 * 4
     atomic, two_phase = (peak / rate * found.about["cores"] for rate in rates.values())
     needed = (
-        f"The day is not even: plan for four times the average. A hundred million messages a day are {peak / 4:,.0f}/s "
-        f"on average and {peak:,.0f}/s at the peak. By these figures, the peak needs {atomic:.0f} cores on the atomic "
-        f"path and {two_phase:.0f} on the two-phase path. The database, the publishing web processes and the workers "
-        f"share these cores. The numbers of cores are extrapolated from {found.about['cores']}, and one sequencer must "
-        f"keep up with the peak (next section)."
+        f"Plan for a peak of four times the average: a hundred million messages a day are {peak / 4:,.0f}/s on average "
+        f"and {peak:,.0f}/s at the peak. Extrapolated from {found.about['cores']} cores, the peak needs {atomic:.0f} "
+        f"cores on the atomic path and {two_phase:.0f} on the two-phase path, for the database, the publishing web "
+        f"processes and the workers together. One sequencer must keep up with the peak (next section)."
     )
     return f"{_table(['path, with inbox', 'messages/s', 'a day at this rate'], rows)}\n{_wrapped(needed)}"
 

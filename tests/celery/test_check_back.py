@@ -179,7 +179,9 @@ def test_check_and_status_name_absent_check_back(shop: Project) -> None:
     shop.python(AN_HOUR_LATER)
     said = shop.shell(look)
     assert "(outbox.W030) producer group 'shop': 2 undecided transactions wait for check-back" in said
-    assert " unanswered: Half messages are undecided, and no process of their producer group answers." in said
+    assert (
+        " unanswered: No process of a producer group answers check-back, so its half messages stay undecided." in said
+    )
     assert "ended with" in said
     shop.shell("python manage.py outbox_transaction check")
     said = shop.shell(look)

@@ -219,4 +219,4 @@ def test_a_dump_is_named_as_a_dump(world: World) -> None:
     session.execute("SELECT 1")
     [found] = [one for one in look().verdict.conditions if one.name == "transaction_open"]
     assert [one["application"] for one in found.evidence] == ["pg_dump"]
-    assert "If it is a backup (pg_dump), let it end." in found.next_step
+    assert "If the evidence names a backup (pg_dump), let it end." in found.next_step

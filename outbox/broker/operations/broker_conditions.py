@@ -64,8 +64,8 @@ SCHEMA_VERSION: Final = CONDITIONS.add(
     DeclaredCondition(
         name="schema_version",
         meaning="The version of the broker's tables does not fit the version of this code.",
-        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "
-        "--database=ALIAS` with the broker's alias. For the code, upgrade the package.",
+        next_step="The evidence says what to upgrade: the tables with `manage.py migrate --database=ALIAS` (the "
+        "broker's alias), or the code.",
         concern=Concern.PUBLISHING,
     )
 )
@@ -86,10 +86,10 @@ def _outages(run: Executor) -> list[dict[str, Any]]:
 
 
 @CONDITIONS.declare(
-    meaning="The database server refuses connections, because a limit on their number is reached. Messages wait, and "
+    meaning="The database server refuses connections, because their number has reached a limit. Messages wait, and "
     "web processes may fail.",
-    next_step="Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web processes), "
-    "or raise the limit. `manage.py outbox_doctor` adds up the sessions.",
+    next_step="Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web "
+    "processes), or raise the limit. `manage.py outbox_doctor` adds up the sessions.",
     concern=Concern.PUBLISHING,
     shown=Shown(listed=WORKERS),
 )
@@ -108,9 +108,8 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
 
 @CONDITIONS.declare(
     meaning="A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
-    next_step="Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a pooler), "
-    "or restart the process with the older version of its code. The log of the process has the whole error. "
-    "`outbox_doctor` looks for other problems.",
+    next_step="Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a "
+    "pooler), or restart the process with the older version of its code. The log of the process has the whole error.",
     concern=Concern.WAITING,
     subject=("failing",),
     shown=Shown(listed=WORKERS, figure="Workers"),
@@ -128,7 +127,8 @@ NO_SEQUENCER_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="No process runs the sequencer. The broker stores published messages, but no consumer gets them.",
+    meaning="No process runs the sequencer, which puts messages into queues. Published messages are stored, but no "
+    "consumer gets them.",
     next_step="Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     concern=Concern.WAITING,
     thresholds=(NO_SEQUENCER_SECONDS,),
@@ -145,10 +145,10 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="The leader lacks a part whose tables are on this broker, and no process with the part runs. Messages are "
-    "delivered, but the leader's work for the part is not done.",
-    next_step="Start a worker of a service with the part, or add the part's app to INSTALLED_APPS of this service. If "
-    "no service needs the part any more, `manage.py outbox_install --drop --part PART` drops its tables.",
+    meaning="The leader lacks a part (an app) whose tables are on this broker, and no process with the part runs. "
+    "Messages are delivered, but the leader's work for the part is not done.",
+    next_step="Start a worker of a service that has the part's app in INSTALLED_APPS, or add the app to this service. "
+    "If no service needs the part, `manage.py outbox_install --drop --part PART` drops its tables.",
     concern=Concern.WAITING,
     subject=("part",),
     shown=Shown(listed=WORKERS),
@@ -170,12 +170,12 @@ FROM (
 ) AS unread
 """)
 TICK_LATE_SECONDS: Final = Threshold(
-    "tick_late_seconds", 10, 60, "seconds", "age of a decided or due message that is in no queue"
+    "tick_late_seconds", 10, 60, "seconds", "time for which a decided or due message has waited for the sequencer"
 )
 
 
 @CONDITIONS.declare(
-    meaning="Decided or due messages wait for the sequencer longer than the threshold.",
+    meaning="Decided or due messages have waited too long for the sequencer.",
     next_step="Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     concern=Concern.WAITING,
     thresholds=(TICK_LATE_SECONDS,),
@@ -200,7 +200,8 @@ def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> 
 
 
 @CONDITIONS.declare(
-    meaning="The leader does not refresh the summary. The lag and the counts are old, or reading them takes longer.",
+    meaning="The leader does not refresh its counts in time. The lag and other figures are old, or reading them takes "
+    "longer.",
     next_step="Check the log of the broker process. The leader may be a worker of an older version.",
     concern=Concern.PASSING,
     shown=Shown(listed=WORKERS),
@@ -222,7 +223,7 @@ PASS_LATE_PERIODS: Final = Threshold(
     3,
     10,
     "periods",
-    "delay of a pass of check-back or pruning, measured in intervals between two passes",
+    "delay of check-back or pruning, measured in their intervals",
 )
 
 
@@ -239,10 +240,10 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="Check-back or pruning of a producer group has not started for several periods. Undecided messages stay "
-    "undecided.",
-    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of that producer group. The log of "
-    "this service's worker says why a pass of check-back or pruning fails.",
+    meaning="Check-back or pruning of a producer group has not started for several periods, so undecided messages "
+    "stay undecided.",
+    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of this producer group. If a worker "
+    "runs, its log says why check-back or pruning fails.",
     concern=Concern.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("pass",),
@@ -253,9 +254,9 @@ def check_back_late(state: BrokerState) -> Iterable[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="The last audit found lost or duplicated messages, because an equation of the audit does not hold.",
-    next_step="Run `outbox_audit` again to confirm the result. To examine the newest messages, use `outbox_message "
-    "show`. To examine all messages, use `outbox-reconcile run`.",
+    meaning="In the last audit, an equation did not hold: messages may be lost or duplicated.",
+    next_step="Run `outbox_audit` again to confirm the result. Examine the newest messages with `outbox_message "
+    "show`, or all messages with `outbox-reconcile run`.",
     concern=Concern.LOSS,
 )
 def not_conserved(state: BrokerState) -> Iterator[Judged]:
@@ -265,8 +266,8 @@ def not_conserved(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="An operator has set the broker to refuse new transactional messages.",
-    next_step="When the reason for the refusal is gone, run `outbox_transaction accept`.",
+    meaning="An operator has switched off the publishing of transactional messages.",
+    next_step="To switch publishing on again, run `outbox_transaction accept`.",
     concern=Concern.ON_PURPOSE,
     shown=Shown(remedies=(Remedy("accept", "Accept messages again …", "good"),)),
 )
@@ -363,9 +364,9 @@ def settle_incidents(run: Executor, names: Iterable[str]) -> int:
 
 
 @CONDITIONS.declare(
-    meaning="A process reported the opposite outcome of a decided transaction. The first decision stays valid.",
-    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
-    "one producer group. Then run `outbox_audit settle --condition contradicted`.",
+    meaning="After a transaction was decided, a process reported the opposite outcome. The first decision stays valid.",
+    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services have "
+    "the same PRODUCER_GROUP. Then run `outbox_audit settle --condition contradicted`.",
     concern=Concern.LOSS,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
@@ -375,10 +376,9 @@ def contradicted(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A process reported COMMIT or ROLLBACK of a transaction that is unknown or belongs to another producer "
-    "group.",
-    next_step="Check whether two services have the same PRODUCER_GROUP, or whether the broker's database was restored. "
-    "Then run `outbox_audit settle --condition refused`.",
+    meaning="A process reported the outcome of a transaction that is unknown or belongs to another producer group.",
+    next_step="Check whether two services have the same PRODUCER_GROUP, and whether the broker's database was "
+    "restored. Then run `outbox_audit settle --condition refused`.",
     concern=Concern.WITHIN_DAYS,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
@@ -388,10 +388,10 @@ def refused(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="Check-back cannot use the ledger that a half message names. The ledger was emptied, its rows from the "
-    "time of the message were pruned, or it belongs to another service.",
-    next_step="Point the database alias to the right database. If the ledger is gone, decide the transactions with "
-    "`outbox_transaction decide --force`.",
+    meaning="Check-back cannot use the ledger that a half message names: the ledger was emptied, was pruned past the "
+    "message, or belongs to another service.",
+    next_step="Point the database alias to the database with this ledger. If the ledger is gone, decide the "
+    "transactions with `outbox_transaction decide --force`.",
     concern=Concern.UNDECIDED,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS, figure="Undecided"),
@@ -401,9 +401,9 @@ def wrong_ledger(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A look-up function given as check= contradicts the ledger. outbox used the ledger's answer.",
-    next_step="Fix the look-up function. Compare the business row with the output of `outbox_message show ID`. Then "
-    "run `outbox_audit settle --condition checker_disagrees`.",
+    meaning="A function given as check= contradicted the ledger. outbox used the ledger's answer.",
+    next_step="Fix the function. Compare the business row with the output of `outbox_message show ID`. Then run "
+    "`outbox_audit settle --condition checker_disagrees`.",
     concern=Concern.WITHIN_DAYS,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
@@ -414,8 +414,8 @@ def checker_disagrees(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Retention removed messages that a group had not consumed.",
-    next_step="Find out why the group did not consume the removed messages. `outbox-reconcile run` lists the messages "
-    "that the group missed. Then run `outbox_audit settle --condition expired`.",
+    next_step="Find out why the group did not consume these messages. `outbox-reconcile run` lists them. Then run "
+    "`outbox_audit settle --condition expired`.",
     concern=Concern.LOSS,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
@@ -425,10 +425,10 @@ def expired(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A database connection of a process no longer reaches the broker's database. Publishing through this "
-    "connection fails until the connection and the broker's alias lead to the same primary.",
-    next_step="Finish the failover. If the broker moved for good, restart the process. Then run `outbox_audit settle "
-    "--condition path_flipped`.",
+    meaning="A database connection of a process no longer reaches the broker's database, so publishing through this "
+    "connection fails.",
+    next_step="Finish the failover: the connection and the broker's alias must lead to the same primary. If the "
+    "broker moved for good, restart the process. Then run `outbox_audit settle --condition path_flipped`.",
     concern=Concern.PUBLISHING,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
@@ -471,8 +471,8 @@ def reset_command(one: DatabaseComparison) -> str:
 
 
 @CONDITIONS.declare(
-    meaning="The broker does not know transactions that the application has committed, because a restore or a "
-    "failover lost their messages.",
+    meaning="The application has committed transactions that the broker does not know: a restore or a failover lost "
+    "their messages.",
     next_step="Reconcile the time span of the evidence, and publish the lost messages again from the business rows "
     "(docs/reconciliation/findings.md). Then run `outbox_audit settle`.",
     concern=Concern.LOSS,
@@ -483,10 +483,10 @@ def lost_messages(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="The broker delivered messages of transactions that the application's database does not contain. The "
-    "application's database was restored.",
-    next_step="If there is a newer copy of the database, restore this copy. If there is no newer copy, "
-    "`outbox-reconcile run` lists the messages without a row. Finally, run `outbox_audit settle`.",
+    meaning="The broker delivered messages whose transactions are missing in the application's database, because this "
+    "database was restored.",
+    next_step="If there is a newer copy of the database, restore this copy. Otherwise compensate the messages by "
+    "hand: `outbox-reconcile run` lists those without a row. Then run `outbox_audit settle`.",
     concern=Concern.LOSS,
     subject=("database",),
 )
@@ -495,9 +495,9 @@ def lost_commits(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="Groups have passed messages whose effects are missing, because the handlers' database was restored.",
-    next_step="Run the `outbox_group reset` command of the evidence. After this reset, the broker delivers the "
-    "messages again, and the inbox skips the messages that it knows.",
+    meaning="Groups have handled messages whose effects are now missing, because the handlers' database was restored.",
+    next_step="Run the `outbox_group reset` command of the evidence. The broker then delivers these messages again, "
+    "and the inbox skips messages that it knows.",
     concern=Concern.LOSS,
     subject=("database",),
     shown=Shown(settled=Place("group", "Reset …", OF_GROUP, "reset")),
@@ -519,13 +519,15 @@ FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %
 WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = due.transaction_id)
 LIMIT 3
 """)
-UNANSWERED_SECONDS: Final = Threshold("unanswered_seconds", 120, 900, "seconds", "time since a check became due")
+UNANSWERED_SECONDS: Final = Threshold(
+    "unanswered_seconds", 120, 900, "seconds", "time for which a due check has had no answer"
+)
 
 
 @CONDITIONS.declare(
-    meaning="Half messages are undecided, and no process of their producer group answers.",
-    next_step="Start the producer service with check-back. If the producer group is gone for good, decide its half "
-    "messages with `outbox_transaction decide`.",
+    meaning="No process of a producer group answers check-back, so its half messages stay undecided.",
+    next_step="Start a worker of the service that has this PRODUCER_GROUP. If the service is gone for good, decide "
+    "its half messages with `outbox_transaction decide`.",
     concern=Concern.UNDECIDED,
     thresholds=(UNANSWERED_SECONDS,),
     shown=Shown(
@@ -562,10 +564,10 @@ PARKED_MESSAGES: Final = Threshold("parked_messages", 1, 100, "messages", "parke
 
 
 @CONDITIONS.declare(
-    meaning="Transactions are still undecided past the limits of check-back. On FIFO topics these transactions block "
-    "their keys.",
-    next_step="`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` or "
-    "`outbox_transaction decide ID rollback` asks the ledger, then decides.",
+    meaning="Check-back could not find the outcome of these transactions within its limits. On FIFO topics, they "
+    "block their keys.",
+    next_step="`outbox_message show ID` shows the answers of all checks. Decide with `outbox_transaction decide ID "
+    "commit` or `outbox_transaction decide ID rollback`, which ask the ledger first.",
     concern=Concern.UNDECIDED,
     thresholds=(PARKED_MESSAGES,),
     shown=Shown(
@@ -616,10 +618,10 @@ ORDER BY age_seconds DESC NULLS LAST
 
 
 @CONDITIONS.declare(
-    meaning="A publishing transaction has been open since before the last resynchronisation. Only the messages of this "
-    "transaction wait until this transaction ends.",
-    next_step="If no program needs the transaction any more, end the transaction. If the transaction commits, the "
-    "broker delivers its messages.",
+    meaning="A publishing transaction has been open since before a restore, failover or upgrade. Its messages wait "
+    "until it ends; other messages do not wait.",
+    next_step="If no program needs the transaction any more, end its session. If the transaction commits, its "
+    "messages are delivered.",
     concern=Concern.PASSING,
 )
 def open_since_resync(state: BrokerState) -> Iterable[Judged]:
@@ -720,9 +722,8 @@ def worse(*severities: Severity | None) -> Severity | None:
 
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
-    next_step="If the evidence names a limit, the group waits for this limit: raise it if the service behind the "
-    "handler allows it. If the evidence names no limit, add consumers, or fix the slow or blocked handler: "
-    "`outbox_group offsets GROUP` shows which queues are behind.",
+    next_step="Add consumers, or fix the slow or blocked handler: `outbox_group offsets GROUP` shows which queues are "
+    "behind. If the evidence names a limit, the messages wait for this limit, which you can raise.",
     concern=Concern.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
     shown=Shown(
@@ -747,9 +748,9 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="An ordered handler fails on one message again and again, and the messages behind this message wait.",
-    next_step="Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
-    "message with `outbox_group skip GROUP TOPIC MESSAGE`.",
+    meaning="An ordered handler fails again and again on one message, and the messages behind it wait.",
+    next_step="Fix the handler, or skip the message with `outbox_group skip GROUP TOPIC MESSAGE`. An on_error policy "
+    "can retry such a message later, or make it a dead letter.",
     concern=Concern.WAITING,
     shown=Shown(
         listed=Place("groups", "Groups with a failing queue", {"state": "=failing"}),
@@ -788,8 +789,8 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 
 
 @CONDITIONS.declare(
-    meaning="The on_error policy of a handler stopped its queue.",
-    next_step="Fix the cause of the handler's error, then run `outbox_group resume GROUP`.",
+    meaning="A handler failed, and its on_error policy stopped the queue.",
+    next_step="Fix the cause of the error, then run `outbox_group resume GROUP`.",
     concern=Concern.WAITING,
     shown=Shown(
         listed=Place("groups", "Groups with a stopped queue", {"state": "=stopped"}), remedies=(RESUME,), figure="Lag"
@@ -830,15 +831,15 @@ RETRY_SHARE: Final = Threshold(
     0.5,
     0.9,
     "share",
-    "messages sent back for another attempt, divided by all messages that the group finished in the last minute; a "
-    "group that sent back fewer than 100 messages is not judged",
+    "messages that a group sent back for another attempt, divided by all that it finished in the last minute; counts "
+    "from 100 sent-back messages on",
 )
 
 
 @CONDITIONS.declare(
     meaning="A group sends most of its messages back for another attempt.",
-    next_step="Probably a service that the group's handler needs is down. Check the errors, or pause the group until "
-    "the service is back.",
+    next_step="Probably a service that the handlers need is down. Check the errors, or pause the group until the "
+    "service is back.",
     concern=Concern.HANDLERS,
     thresholds=(RETRY_SHARE,),
     shown=Shown(
@@ -874,9 +875,8 @@ GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 
 @CONDITIONS.declare(
     meaning="A process of a worker has died three times or more within ten minutes.",
-    next_step="Check the log of the process, the condition `quarantined` and new dead letters. The evidence says how "
-    "the process died (signal 9 often means out of memory). The condition ends when fewer than three deaths are in the "
-    "last ten minutes.",
+    next_step="The evidence says how the process died (signal 9 often means out of memory). Check the log of the "
+    "process, the condition `quarantined` and new dead letters.",
     concern=Concern.WAITING,
     shown=Shown(listed=WORKERS, figure="Workers"),
 )
@@ -905,10 +905,10 @@ def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A process died while it handled these messages. Consumers now handle each of these messages alone. After "
-    "the third death the message becomes a dead letter.",
-    next_step="`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, "
-    "or replay it afterwards.",
+    meaning="A process died while it handled these messages, so each of them is now handled alone. After the third "
+    "death, a message becomes a dead letter.",
+    next_step="`outbox_message show ID` shows the message. Fix the handler. If the message is a dead letter by then, "
+    "replay it.",
     concern=Concern.HANDLERS,
     shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
@@ -917,8 +917,8 @@ def quarantined(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="Handlers run past their timeout and do not return.",
-    next_step="Find the lock or the call that keeps the handlers waiting, and give it a timeout.",
+    meaning="Handlers run longer than their timeout and do not return.",
+    next_step="Find the lock or the call that the handlers wait for, and give it a timeout.",
     concern=Concern.WAITING,
     shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
@@ -929,7 +929,7 @@ def hung_handlers(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="A subscription pauses, because its handlers fail one after another with the same error. Probably a "
     "service that the handlers need is down.",
-    next_step="Restore the service that the error names: the group then resumes by itself.",
+    next_step="Restore the service that the error names. The group then resumes by itself.",
     concern=Concern.PASSING,
     shown=Shown(listed=Place("groups", "Groups"), remedies=(PAUSE,), figure="Lag"),
 )
@@ -947,8 +947,8 @@ def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
 
 
 @CONDITIONS.declare(
-    meaning="A topic uses more than 80 % of its limit of backlog or space. Over the limit, publishing to the topic is "
-    "refused, or logs warnings (`on_limit`).",
+    meaning="A topic has reached 80 % of its limit of backlog or space. Above the limit, publishing to the topic is "
+    "refused or logs warnings, as `on_limit` says.",
     next_step="Start or speed up the workers of the group that is behind, or raise the limit with `outbox_topic "
     "alter`.",
     concern=Concern.WITHIN_DAYS,
@@ -961,9 +961,10 @@ def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="A limit of a topic is exceeded. With `on_limit` = refuse, publishing to the topic raises TopicOverLimit.",
-    next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
-    "accept messages now, raise the limit with `outbox_topic alter`.",
+    meaning="A topic is above its limit of backlog or space. With `on_limit` = refuse, publishing to the topic raises "
+    "TopicOverLimit.",
+    next_step="Start or speed up the workers of the group that is behind. If you no longer need the group, delete it. "
+    "To accept messages now, raise the limit with `outbox_topic alter`.",
     concern=Concern.PUBLISHING,
     shown=Shown(listed=Place("topics", "Topics")),
 )
@@ -978,15 +979,15 @@ RETENTION_BEHIND_SECONDS: Final = Threshold(
     3600,
     _DAY,
     "seconds",
-    "time for which the oldest row of the log, a ledger or an inbox is past its retention time; only the log is ever "
-    "critical",
+    "how long the oldest row of the log, a ledger or an inbox is kept past its retention time; critical only for the "
+    "log",
 )
 
 
 @CONDITIONS.declare(
     meaning="The broker still stores consumed messages that are past their retention time.",
-    next_step="Check the log of the broker process and the conditions `transaction_open` and `lock_held`. The deletes "
-    "of retention may fail or wait.",
+    next_step="Retention cannot delete these messages: check the log of the broker process, and the conditions "
+    "`transaction_open` and `lock_held`.",
     concern=Concern.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
     shown=Shown(listed=Place("topics", "Topics")),
@@ -999,8 +1000,8 @@ def retention_behind(state: BrokerState) -> Iterator[Judged]:
 
 @CONDITIONS.declare(
     meaning="A service does not remove old rows of its ledger or inbox in time, so the table grows.",
-    next_step="Check the log of the service's worker and the condition `check_back_late`. Look for transactions that "
-    "are open for long.",
+    next_step="Check the log of the service's worker, the condition `check_back_late`, and transactions that have "
+    "been open for long.",
     concern=Concern.WITHIN_DAYS,
     thresholds=(RETENTION_BEHIND_SECONDS,),
     subject=("alias", "table"),
@@ -1036,11 +1037,9 @@ TRANSACTION_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might "
-    "still see.",
-    next_step="The evidence names the application of the session. If it is a backup (pg_dump), let it end. Otherwise "
-    "end the session: `SELECT pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK "
-    "PREPARED.",
+    meaning="A transaction has been open for long, so vacuum cannot remove rows that this transaction might still see.",
+    next_step="If the evidence names a backup (pg_dump), let it end. Otherwise end the session: `SELECT "
+    "pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
     concern=Concern.DISK,
     thresholds=(TRANSACTION_SECONDS,),
 )
@@ -1118,8 +1117,8 @@ def table_sizes(run: Executor) -> dict[str, int]:
 
 @CONDITIONS.declare(
     meaning="The broker's tables are larger than the threshold SPACE_BYTES.",
-    next_step="Check `retention_behind`, `lag` and `transaction_open`. Shorten retention_seconds, or raise the "
-    "threshold.",
+    next_step="If `retention_behind`, `lag` or `transaction_open` holds too, deal with that condition first. "
+    "Otherwise shorten retention_seconds, or raise the threshold.",
     concern=Concern.WITHIN_DAYS,
     thresholds=(SPACE_BYTES,),
 )
@@ -1155,7 +1154,7 @@ REPLICA_LAG_BYTES: Final = Threshold(
 @CONDITIONS.declare(
     meaning="A replica is behind its primary, or the server keeps WAL for a replica that is gone. The disk fills, and "
     "a failover would lose commits.",
-    next_step="Check the replica. If the replica is gone, drop its replication slot: `SELECT "
+    next_step="Find out why the replica is behind. If it is gone for good, drop its replication slot: `SELECT "
     "pg_drop_replication_slot(NAME)`.",
     concern=Concern.DISK,
     thresholds=(REPLICA_LAG_BYTES,),

@@ -59,14 +59,14 @@ class Concern(enum.StrEnum):
     """Why an operator should know a condition; the documents say which concerns are worth a page at night."""
 
     PUBLISHING = "publishing fails, or soon will"
-    WAITING = "messages wait, and this does not resolve by itself"
+    WAITING = "messages wait until somebody acts"
     UNDECIDED = "transactions stay undecided"
     LOSS = "a guarantee is broken, or data is lost"
     HANDLERS = "handlers fail in large numbers"
     DISK = "the disk fills"
-    ON_PURPOSE = "an operator has done it on purpose"
-    PASSING = "it ends by itself, or when another system is back"
-    WITHIN_DAYS = "look at it within days"
+    ON_PURPOSE = "an operator has caused them on purpose"
+    PASSING = "they end by themselves, or when another system is back"
+    WITHIN_DAYS = "look at them within days"
 
     @property
     def pages(self) -> bool:

@@ -107,14 +107,14 @@ def replace_keys(run: Executor, values: Mapping[str, Any]) -> int:
 
 CONDITIONS: Final = Declarations[BrokerState]()
 BLOCKED_KEY_SECONDS: Final = Threshold(
-    "blocked_key_seconds", 60, 3600, "seconds", "time since a dead letter blocks its key, if later messages wait for it"
+    "blocked_key_seconds", 60, 3600, "seconds", "how long a dead letter has blocked its key, if later messages wait"
 )
 
 
 @CONDITIONS.declare(
-    meaning="A dead letter blocks its key, and later messages of the key wait.",
-    next_step="Correct the cause of its error. Then replay it with `outbox_dead_letter replay`, or discard it; the "
-    "waiting messages follow in order. `outbox_group unblock` lets them pass.",
+    meaning="A dead letter blocks its key: later messages of the key wait.",
+    next_step="Fix the cause of its error. Then replay the dead letter with `outbox_dead_letter replay`, or discard "
+    "it; the waiting messages follow in order. To let them pass now, use `outbox_group unblock`.",
     concern=Concern.WAITING,
     thresholds=(BLOCKED_KEY_SECONDS,),
     shown=Shown(listed=BY_ERROR),

@@ -134,8 +134,7 @@ def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
 
 
 @CONDITIONS.declare(
-    meaning="Messages of an event wait, because newer code has published them and the workers do not know their "
-    "version.",
+    meaning="Messages of an event wait, because the workers do not know the version that newer code has published.",
     next_step="Deploy the workers with the code that declares this version. The messages then continue by themselves.",
     concern=Concern.PASSING,
     # Such messages leave their queue as if they were sent back, but have not failed.

@@ -66,9 +66,9 @@ CONDITIONS: Final = Declarations[BrokerState]()
 
 
 @CONDITIONS.declare(
-    meaning="An endpoint of FORWARD says that it exists no more, so it gets no messages. Its messages wait.",
-    next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its "
-    "entry from FORWARD, then run `outbox_group delete GROUP`.",
+    meaning="An endpoint of FORWARD has answered that it is gone for good, so its messages wait.",
+    next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. Otherwise remove its entry from "
+    "FORWARD, then run `outbox_group delete GROUP`.",
     concern=Concern.WITHIN_DAYS,
     shown=Shown(
         listed=Place("endpoints", "Endpoints", {"state": "=disabled"}),

@@ -135,13 +135,13 @@ LIMIT_SECONDS: Final = Threshold(
     600,
     None,
     "seconds",
-    "time for which messages of a subscription have waited for a limit without a break",
+    "how long messages of a subscription have waited for one of its limits, without a break",
 )
 
 
 @CONDITIONS.declare(
-    meaning="Messages of a subscription have waited for one of its limits for long.",
-    next_step="If the service behind the handler allows it, raise the limit with `outbox_group limits`.",
+    meaning="Messages of a subscription have waited long for one of its limits.",
+    next_step="If the service behind the handler can take more calls, raise the limit with `outbox_group limits`.",
     concern=Concern.PASSING,
     thresholds=(LIMIT_SECONDS,),
     shown=Shown(

@@ -48,10 +48,10 @@ CONDITIONS: Final = Declarations[BrokerState]()
 
 
 @CONDITIONS.declare(
-    meaning="A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. outbox receives no "
-    "messages from this source.",
-    next_step="Start `outbox_worker --role receive`, or restore the server that the receiver's log names. If the "
-    "receiver is gone for good, run `outbox_receiver forget NAME`.",
+    meaning="A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods, so it receives no "
+    "messages.",
+    next_step="Start `outbox_worker --role receive`. If it runs, restore the server that its log names. If you no "
+    "longer need the receiver, run `outbox_receiver forget NAME`.",
     concern=Concern.WAITING,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("receiver",),

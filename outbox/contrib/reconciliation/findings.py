@@ -90,8 +90,8 @@ def _storable(step: Mapping[str, Any] | None) -> Any:
 
 @CONDITIONS.declare(
     meaning="The last saved reconciliation has open findings: rows, messages and effects that do not agree.",
-    next_step="The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the "
-    "findings, then run the reconciliation again: the condition ends with the next saved result.",
+    next_step="`outbox_finding list`, or the page Findings, shows each finding with its next step. Repair the "
+    "findings, then run the reconciliation again. The condition ends with the next saved result.",
     concern=Concern.LOSS,
     shown=Shown(listed=Place("findings", "Findings")),
 )

@@ -393,9 +393,9 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 
 
 @CONDITIONS.declare(
-    meaning="Sagas wait for a message that will not arrive: that of their step, or that of a deadline that has passed.",
-    next_step="Replay the dead letters of the stalled sagas: `outbox_dead_letter list GROUP`. The role `check` "
-    "publishes lost messages again within a minute.",
+    meaning="The message of a saga's next step, or of its deadline, is lost or a dead letter. The saga waits for it.",
+    next_step="Replay the dead letters of these sagas: `outbox_dead_letter list GROUP`. A worker with the role "
+    "`check` publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
     subject=("saga",),
     shown=Shown(listed=BY_ERROR, figure="Dead letters"),

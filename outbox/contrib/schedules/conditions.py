@@ -11,15 +11,13 @@ from outbox.contrib.schedules import schedule
 from outbox.contrib.schedules.schedule import clock, list_schedules
 
 CONDITIONS: Final = Declarations[BrokerState]()
-SCHEDULE_LATE_SECONDS: Final = Threshold(
-    "schedule_late_seconds", 60, 600, "seconds", "time since a due moment of a schedule has passed"
-)
+SCHEDULE_LATE_SECONDS: Final = Threshold("schedule_late_seconds", 60, 600, "seconds", "delay of a schedule's message")
 
 
 @CONDITIONS.declare(
     meaning="The leader has not published the message of a schedule in time.",
-    next_step="If the evidence has an error, correct the declaration of the schedule or declare its topic. If there is "
-    "no error, check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
+    next_step="If the evidence has an error, correct the declaration of the schedule, or declare its topic. Otherwise "
+    "check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
     concern=Concern.WAITING,
     thresholds=(SCHEDULE_LATE_SECONDS,),
     shown=Shown(

@@ -49,9 +49,9 @@ _WHY: Final = {
 
 
 @CONDITIONS.declare(
-    meaning="Django tasks are READY, but the broker has no message left that would run them.",
-    next_step="The role `check` publishes the messages of stranded tasks again within a minute. If a task must not "
-    "run, delete the row of the task in the table of tasks.",
+    meaning="Django tasks are READY, but no message is left that would run them.",
+    next_step="A worker with the role `check` publishes these messages again within a minute. If a task must not run, "
+    "delete its row from the table of tasks.",
     concern=Concern.WITHIN_DAYS,
 )
 def task_stranded(state: BrokerState) -> Iterator[Judged]:
