@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 
 from outbox.broker.operations import dead_letters
+from outbox.codec import Codecs, JsonCodec
 from outbox.errors import HandlerTimedOut
-from outbox.message import Delivery
+from outbox.message import Delivery, Message
 from outbox.subscription import Mode, OnError
-from tests.broker.bench import ConsumptionBench
+from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.dispatch.test_failures import message, subscribe
 from tests.support import eventually
 
@@ -78,3 +79,36 @@ def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
     with orders.running((subscription, lambda delivery: release.wait(20))):
         eventually(lambda: dead_letters.list_dead_letters(orders.run))
         release.set()
+
+
+def test_a_codec_that_hangs_stops_only_its_own_messages(orders: ConsumptionBench) -> None:
+    """Otherwise the messages of all groups time out, and become dead letters that no handler has seen."""
+    began, release = threading.Event(), threading.Event()
+
+    class Hanging(JsonCodec):
+        content_type = "application/x-hanging"
+
+        def decode(self, data: bytes) -> object:
+            began.set()
+            release.wait(20)
+            return super().decode(data)
+
+    codecs = Codecs()
+    codecs.add(Hanging())
+    orders.declare("mails")
+    seen, mails = Seen(), Seen()
+    with (
+        orders.sequencing(),
+        orders.running(
+            (subscribe(timeout_seconds=60), seen),
+            (subscribe(group="mailer", topic="mails", timeout_seconds=0.5), mails),
+            codecs=codecs,
+        ),
+    ):
+        orders.publish([message(content_type="application/x-hanging")])
+        assert began.wait(20)
+        orders.publish([Message(topic="mails", body=encode({"n": n})) for n in range(2)])
+        eventually(lambda: sorted(mails.ns) == [0, 1])
+        release.set()
+        eventually(lambda: seen.ns == [0])
+    assert orders.rows("SELECT error FROM outbox.failure") == []
