@@ -19,9 +19,10 @@ from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.errors import TransactionUsageError
+from outbox.errors import HandlerNotStarted, TransactionUsageError
 from outbox.utils import log_context
 from tests.django import configured
 from tests.django.shop.models import Effect
@@ -379,3 +380,40 @@ def test_the_block_around_a_test_stays_open() -> None:
         assert run([delivery("one")]) == [HANDLED]
         assert connections["default"].in_atomic_block
     assert effects() == ["one"]
+
+
+# Each keeps the transaction of the next message from beginning, and no watch sees it.
+SPOILS: Final[dict[str, Callable[[Any], object]]] = {
+    "read-only session": lambda raw: raw.execute("SET default_transaction_read_only = on"),
+    "read-only driver": lambda raw: setattr(raw, "read_only", True),
+    "search path": lambda raw: raw.execute("SET search_path TO pg_catalog"),
+    "role": lambda raw: raw.execute("SET ROLE pg_monitor"),
+}
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("how", SPOILS)
+def test_a_session_in_which_no_message_can_begin_is_closed(how: str, where: str, is_watched: bool) -> None:
+    """Otherwise no message of this thread could begin until the process ends."""
+
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "spoils":
+            raw = connections["default"].connection
+            transaction.on_commit(lambda: SPOILS[how](raw) and None)
+
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            effect(given)
+
+    subscriber("orders", group="effects", effects=where)(effect if where == "inside" else slow)
+    [registered] = registry.subscribers()
+
+    def call(given: Delivery) -> list[Any]:
+        return list(HandlerInvoker()(registered.subscription, registered.handler, [given], generation=1))
+
+    assert call(delivery("spoils")) == [HANDLED]
+    waits = delivery("waits")
+    assert isinstance(call(waits)[0], HandlerNotStarted)
+    assert call(waits) == [HANDLED]
+    assert effects() == ["spoils", "waits"]

@@ -209,6 +209,19 @@ def refresh_connections(*, in_handler: bool = False) -> None:
         connection.errors_occurred = False
 
 
+def end_session(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection on which the transaction of a message could not begin, so that the next attempt gets another.
+
+    A handler may have made its session read-only, for example, by the driver's own connection.
+    """
+    if connection.in_atomic_block or connection.connection is None:
+        return
+    if _has_pool(connection):
+        # The pool drops a connection that is closed.
+        connection.connection.close()
+    connection.close()
+
+
 # One lock per SQLite file. The threads of a process wait for each other at this lock. Without the lock, threads would
 # fail with "database is locked".
 _turns: Final[dict[str, threading.RLock]] = {}
@@ -816,6 +829,7 @@ class _Call:
         except BaseException as error:
             # Also SystemExit and CancelledError: what a handler committed by hand before them is not handled.
             if fresh is None:
+                end_session(connection)
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
                 return shared.results_after_failure(fresh, error, functools.partial(error_after_commit, name))
