@@ -617,6 +617,7 @@ class Dispatcher:
     def _forget_waiting(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         for lane in self._lanes_of(queue):
             lane.drop(queue, from_offset)
+        self._calls.drop(queue, from_offset)
         queue.buffered = queue.running
 
     # -- collecting -----------------------------------------------------------------------------
