@@ -46,7 +46,7 @@ HUNG_EXIT_CODE: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ChildDeath:
-    """The end of a child whose exit code is not 0.
+    """The end of a child that has failed, or that ended in the middle of a handler call.
 
     `left_behind` has the child's notes about its running calls; None if the notes cannot be read. `told_to_stop`: the
     child had been asked to end, or this supervisor has killed it, so its running calls are not the cause of its death.
@@ -157,7 +157,7 @@ class Supervisor:
             started = time.monotonic()
             with _calls_file(spec) as calls:
                 code = self._run(spec, calls)
-                if spec.on_death is not None and code != 0:
+                if spec.on_death is not None and code is not None:
                     self._tell(spec.name, spec.on_death, code, calls)
                 if self._stopping.is_set():
                     return
@@ -166,21 +166,26 @@ class Supervisor:
             logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
             self._stopping.wait(delay)
 
-    def _run(self, spec: ChildSpec, calls: IO[bytes] | None) -> int:
-        """Start a child and wait for its end."""
+    def _run(self, spec: ChildSpec, calls: IO[bytes] | None) -> int | None:
+        """Start a child and wait for its end. Return its exit code; None if the system cannot start it now."""
         environment = {**os.environ, **self._environment, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
         # The lock is not held while the process starts, because `stop` needs the lock and must not wait until the new
         # program has started.
-        process = subprocess.Popen(
-            list(spec.argv),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=descriptors,
-        )
+        try:
+            process = subprocess.Popen(
+                list(spec.argv),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=descriptors,
+            )
+        except OSError as error:
+            # The memory is short, there are too many processes, or the interpreter is being replaced.
+            logger.error("child %s cannot be started: %s", spec.name, error)
+            return None
         with self._lock:
             self._processes[spec.name] = process
             if self._stopping.is_set():
@@ -199,9 +204,12 @@ class Supervisor:
         is_stopping = self._stopping.is_set()
         left = _left_behind(name, calls)
         told_to_stop = is_stopping or (left is not None and left.told_to_stop)
-        if told_to_stop and left is None:
+        if told_to_stop and (left is None or code == 0):
             return
-        hung = code == HUNG_EXIT_CODE
+        # A handler may exit with any code, so the notes tell why the process has ended.
+        if code == 0 and not (left is not None and left.calls):
+            return
+        hung = code == HUNG_EXIT_CODE and (left is None or left.hung)
         death = ChildDeath(child=name, how=_how(code), hung=hung, left_behind=left, told_to_stop=told_to_stop)
         failures = 0
         while True:
@@ -258,8 +266,14 @@ def _left_behind(name: str, calls: IO[bytes] | None) -> LastCalls | None:
         return None
 
 
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+def _how(code: int | None) -> str:
+    if code is None:
+        return "not started"
+    if code >= 0:
+        return f"exit code {code}"
+    # Most real-time signals have no name.
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-code, -code)}"
 
 
 def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:

@@ -82,3 +82,30 @@ def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     eventually(drained.exists)
+
+
+def test_child_that_cannot_be_started_is_started_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The interpreter is replaced, memory is short, or there are too many processes."""
+    interpreter, mark = tmp_path / "python", tmp_path / "up"
+    spec = ChildSpec(name="late", argv=[str(interpreter), "-c", f"open({str(mark)!r}, 'w').close(); {SLEEP}"])
+    supervisor = Supervisor([spec], backoff=QUICK)
+    supervisor.start()
+    try:
+        eventually(lambda: "child late cannot be started: [Errno 2]" in caplog.text)
+        interpreter.symlink_to(sys.executable)
+        eventually(mark.exists)
+    finally:
+        supervisor.kill()
+        supervisor.stop()
+
+
+def test_child_is_restarted_after_a_signal_without_a_name(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    program = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), {signal.SIGRTMIN + 5})"
+    supervisor = Supervisor([child("odd", program)], backoff=QUICK)
+    supervisor.start()
+    try:
+        eventually(lambda: marks.exists() and len(marks.read_text()) > 1)
+    finally:
+        supervisor.kill()
+        supervisor.stop()

@@ -107,6 +107,26 @@ def test_the_writes_of_finish_and_the_inbox_row_commit_together(alias: str) -> N
     assert (InboxEntry.objects.using(alias).count(), ClaimEntry.objects.using(alias).count()) == (1, 0)
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_finish_fails_if_a_block_inside_it_is_left_open(alias: str, is_watched: bool) -> None:
+    """Otherwise Django would not commit, and the message would be done without its writes."""
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+            if given.key == "leaves":
+                transaction.atomic(alias, savepoint=False).__enter__()
+
+    watching = connections[alias].execute_wrapper(lambda execute, *statement: execute(*statement))
+    with watching if is_watched else contextlib.nullcontext():
+        found = run(delivery("leaves"))
+    assert isinstance(found, TransactionUsageError) and "has left an atomic() block open" in str(found)
+    assert run(delivery("next")) is HANDLED
+    connections.close_all()
+    assert numbers(alias) == ["next"]
+
+
 def test_a_handler_that_returns_without_finish_is_done(alias: str) -> None:
     calls: list[str] = []
 

@@ -18,14 +18,18 @@ from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.errors import HandlerNotStarted, TransactionUsageError
 from outbox.utils import log_context
 from tests.django import configured
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
-from tests.django.test_inbox import delivery, run
+from tests.django.test_inbox import delivery, effects, run
 from tests.django.test_shared_transactions import HANDLED, deliveries, share
+from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -297,3 +301,119 @@ def test_which_statements_change_the_session() -> None:
     ):
         assert [text for text in changes if not _changes_session(text, vendor)] == [], vendor
         assert [text for text in does_not if _changes_session(text, vendor)] == [], vendor
+
+
+# Blocks that a handler leaves open. `kept` has generators inside a block, as a cache or a traceback keeps them.
+LEAVES: Final[dict[str, Callable[[str, list[Any]], object]]] = {
+    "enter": lambda alias, kept: transaction.atomic(alias).__enter__(),
+    "enter without savepoint": lambda alias, kept: transaction.atomic(alias, savepoint=False).__enter__(),
+    "generator": lambda alias, kept: kept.append(_inside_a_block(alias)) or next(kept[0]),
+}
+
+
+def _inside_a_block(alias: str) -> Iterator[None]:
+    with transaction.atomic(alias):
+        yield
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
+@pytest.mark.parametrize("alias", ["default", "other"])
+@pytest.mark.parametrize("how", LEAVES)
+def test_no_later_message_is_inside_a_block_that_a_handler_has_left_open(
+    how: str, alias: str, fails: bool, is_watched: bool
+) -> None:
+    """It would count as handled, and nothing of it would be stored."""
+    kept: list[Any] = []
+
+    @subscriber("orders", group="effects", using="default")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "leaves":
+            LEAVES[how](alias, kept)
+            if fails:
+                raise Refused
+
+    @subscriber("orders", group="elsewhere", using="other")
+    def elsewhere(given: Delivery) -> None:
+        Effect.objects.using("other").create(number=given.key)
+
+    of_other = next(one for one in registry.subscribers() if one.name.endswith("elsewhere"))
+    invoker, first = InboxInvoker(), delivery("leaves")
+    [result] = run([first])
+    if fails:
+        assert isinstance(result, Refused)
+    elif alias == "default":
+        assert isinstance(result, TransactionUsageError)
+        assert "has left an atomic() block open" in str(result)
+    is_kept = result is HANDLED
+    assert is_kept == (alias == "other" and not fails)
+    assert run([delivery("next")]) == [HANDLED]
+    given = [delivery("elsewhere")]
+    assert invoker(of_other.subscription, of_other.handler, given, generation=1) == [HANDLED]
+    for generator in kept:
+        generator.close()
+    # Only what is committed stays.
+    connections.close_all()
+    assert effects() == (["leaves", "next"] if is_kept else ["next"])
+    assert effects("other") == ["elsewhere"]
+
+
+def test_a_handler_without_inbox_that_leaves_a_block_open_fails() -> None:
+    @subscriber("orders", group="effects", idempotent=False)
+    def effect(given: Delivery) -> None:
+        if given.key == "leaves":
+            transaction.atomic().__enter__()
+        Effect.objects.create(number=given.key)
+
+    assert isinstance(run([delivery("leaves")])[0], TransactionUsageError)
+    assert run([delivery("next")]) == [HANDLED]
+    connections.close_all()
+    assert effects() == ["next"]
+
+
+def test_the_block_around_a_test_stays_open() -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+
+    with transaction.atomic():
+        assert run([delivery("one")]) == [HANDLED]
+        assert connections["default"].in_atomic_block
+    assert effects() == ["one"]
+
+
+# Each keeps the transaction of the next message from beginning, and no watch sees it.
+SPOILS: Final[dict[str, Callable[[Any], object]]] = {
+    "read-only session": lambda raw: raw.execute("SET default_transaction_read_only = on"),
+    "read-only driver": lambda raw: setattr(raw, "read_only", True),
+    "search path": lambda raw: raw.execute("SET search_path TO pg_catalog"),
+    "role": lambda raw: raw.execute("SET ROLE pg_monitor"),
+}
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("how", SPOILS)
+def test_a_session_in_which_no_message_can_begin_is_closed(how: str, where: str, is_watched: bool) -> None:
+    """Otherwise no message of this thread could begin until the process ends."""
+
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "spoils":
+            raw = connections["default"].connection
+            transaction.on_commit(lambda: SPOILS[how](raw) and None)
+
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            effect(given)
+
+    subscriber("orders", group="effects", effects=where)(effect if where == "inside" else slow)
+    [registered] = registry.subscribers()
+
+    def call(given: Delivery) -> list[Any]:
+        return list(HandlerInvoker()(registered.subscription, registered.handler, [given], generation=1))
+
+    assert call(delivery("spoils")) == [HANDLED]
+    waits = delivery("waits")
+    assert isinstance(call(waits)[0], HandlerNotStarted)
+    assert call(waits) == [HANDLED]
+    assert effects() == ["spoils", "waits"]

@@ -19,6 +19,7 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.errors import PermanentError
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id
 from tests.django.shop.models import Effect, Order, Payment
@@ -179,11 +180,38 @@ def test_base_exceptions_then_next_message_is_fine(error: BaseException) -> None
             raise error
 
     handle_with(fail)
+    given = deliveries("a", "b", "c")
+    assert share(*given)[0] == [ALONE] * 2
     with pytest.raises(type(error)):
-        share(*deliveries("a", "b", "c"))
+        alone(given[1])
     assert effects() == []
     assert connection.savepoint_ids == []
     assert share(*deliveries("x", "y"))[0] == [HANDLED] * 2
+
+
+@pytest.mark.parametrize("error", [SystemExit("x"), asyncio.CancelledError()])
+def test_a_commit_by_hand_before_the_thread_is_ended_is_no_success(error: BaseException) -> None:
+    """Alone, too: the next attempt would find the inbox row, and skip the message without a word."""
+
+    def commit(given: Delivery) -> None:
+        if given.key == "b":
+            connection.connection.execute("COMMIT")
+            raise error
+
+    handle_with(commit)
+    results, _ = share(*deliveries("a", "b", "c"))
+    assert results[0] is HANDLED
+    assert isinstance(results[1], PermanentError) and "ended its transaction by hand" in str(results[1])
+    assert isinstance(alone(deliveries("b")[0]), PermanentError)
+
+
+@pytest.mark.parametrize("error", [SystemExit("x"), asyncio.CancelledError()])
+def test_a_callback_that_ends_the_thread_of_a_lone_message(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    handle_with(lambda given: transaction.on_commit(fail))
+    assert alone(deliveries("a")[0]) is HANDLED
 
 
 @pytest.mark.parametrize("key", ["a", "b", "c"])

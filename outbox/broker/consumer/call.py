@@ -382,6 +382,9 @@ def may_join(work: HandlerCall) -> bool:
 # A handler thread calls the handler with decoded bodies, inside a fence. An error becomes the result of its message.
 
 
+# A thread waits at most this time (seconds) until the others have decoded.
+_TURN_SECONDS: Final = 0.05
+
 # Runs a call in a handler thread (see `Caller.run`).
 RunCall: TypeAlias = Callable[[HandlerCall, Sharing | None, Callable[[], HandlerCall | None] | None], None]
 
@@ -408,7 +411,7 @@ class Caller:
         self._running = running
         # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
         # time. If several threads decoded, the dispatching thread would wait one switch interval for each of these
-        # threads.
+        # threads. Codecs may be code of the project: if one hangs, the other threads decode without their turn.
         self._decoding = threading.Lock()
         # For each subscription, a function that makes the body for its handler once more.
         self._decoders: dict[Subscribed, Callable[[Message], Any]] = {}
@@ -486,8 +489,12 @@ class Caller:
         work.started_at = time.monotonic()
         faults.point("consumer.before_handler")
         results: list[Any] = [NOT_STARTED] * len(work.items)
-        with self._decoding:
+        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
+        try:
             deliveries, places = self._deliveries(work, results)
+        finally:
+            if has_turn:
+                self._decoding.release()
         if not deliveries:
             return results
         fence.begin(work.fence_reason if shared is None else shared.fence_reason)
@@ -547,14 +554,17 @@ class Caller:
 
     def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
         results: list[Result] = [NOT_STARTED]
+        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
         try:
-            with self._decoding:
-                deliveries, _ = self._deliveries(work, results)
+            deliveries, _ = self._deliveries(work, results)
         except BaseException as error:
             logger.error(
                 "decoding a message of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
             )
             deliveries, results = [], [error]
+        finally:
+            if has_turn:
+                self._decoding.release()
         if deliveries:
             return deliveries[0]
         work.results = _contained(work, results)

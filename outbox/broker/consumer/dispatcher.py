@@ -367,6 +367,11 @@ class Dispatcher:
         self._to_report: set[SubscriptionRunner] = set()
         self._store_at = 0.0
         self._bounded = self._draining = False
+        # The calls that are over with the `id()` of their messages that were not started, their failures, and their
+        # messages that leave their queues: from `_collect` until `_conclude` has stored them.
+        self._over: list[tuple[HandlerCall, set[int]]] = []
+        self._failed: list[Failed] = []
+        self._waiting: list[Waiting] = []
         # The results of calls whose claimed message has left its queue. They are stored in the next step.
         self._left: deque[tuple[HandlerCall, Result]] = deque()
         # While this process drains: the time (time.monotonic) at which it gives up the calls with claimed messages.
@@ -617,16 +622,18 @@ class Dispatcher:
     def _forget_waiting(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         for lane in self._lanes_of(queue):
             lane.drop(queue, from_offset)
+        self._calls.drop(queue, from_offset)
         queue.buffered = queue.running
 
     # -- collecting -----------------------------------------------------------------------------
 
     def _collect(self, run: Executor) -> None:
-        """Book the finished calls and the calls that have timed out."""
-        failed: list[Failed] = []
-        waiting: list[Waiting] = []
-        over: list[tuple[HandlerCall, set[int]]] = []
-        calls = self._calls
+        """Book the finished calls and the calls that have timed out.
+
+        If the connection is lost meanwhile, the next step continues with the results of these calls: they may be stored
+        already, so the handlers must not be called again.
+        """
+        over, failed, waiting, calls = self._over, self._failed, self._waiting, self._calls
         if calls.abandoned or calls.has_admissions:
             calls.take_back()
         for work, results in calls.over() if calls.any_counting else ():
@@ -636,6 +643,7 @@ class Dispatcher:
                 over.append((work, self._absorb(work, results, failed, waiting)))
         if over:
             self._conclude(run, over, failed, waiting)
+            self._over, self._failed, self._waiting = [], [], []
 
     def _keep_claims(self, run: Executor) -> None:
         """Let the claimed messages of slow calls leave their queues, and store the results of such calls.

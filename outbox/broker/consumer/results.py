@@ -195,21 +195,25 @@ def record_failures(run: Executor, instance: UUID, failures: Sequence[Failed]) -
     The function marks a message as finished if it was sent back or made a dead letter. The function sets the due times
     of the messages that this process tries again, and returns these messages.
 
-    If the recording fails, no message was sent back or made a dead letter. This process then tries all these messages
-    again, so no message is lost, and no offset moves past an unfinished message.
+    If the recording fails, this process tries all these messages again, so no message is lost, and no offset moves past
+    an unfinished message. If the connection is lost, the failures may be recorded although the answer is missing. Then
+    the function raises psycopg.Error, and the caller calls it again with the same failures.
     """
     judged = [(failed, _until_time_limit(failed.item, _judge(failed))) for failed in failures]
-    for failed, judgement in judged:
-        _report(failed, judgement)
     try:
         faults.point("consumer.before_send_back")
         kept = _record(run, instance, judged)
         faults.point("consumer.after_send_back")
     except (psycopg.Error, OutboxError) as error:
+        if run.connection.closed:
+            raise
+        for failed, judgement in judged:
+            _report(failed, judgement)
         logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
         return [_again(failed.item, _LOCAL_RETRY_SECONDS) for failed, _ in judged]
     again: list[FetchedEntry] = []
     for failed, judgement in judged:
+        _report(failed, judgement)
         if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
             again += _conclude(failed, judgement)
             if judgement.verdict is FailureAction.DEAD and given_up.listener is not None:

@@ -24,9 +24,11 @@ from outbox.broker.groups.quarantine import RunningCall
 VARIABLE: Final = "OUTBOX_RUNNING_CALLS_FD"
 _MAGIC: Final = b"outbox-1"
 
-# The header: magic bytes, number of slots, bytes per slot, whether the process was asked to stop, instance.
+# The header: magic bytes, number of slots, bytes per slot, why the process ends (0: it does not), instance.
 _HEADER: Final = struct.Struct("=8sIII16s")
-_TOLD_TO_STOP_AT: Final = 16
+_ENDS_AT: Final = 16
+_TOLD_TO_STOP: Final = 1
+_HUNG: Final = 2
 # A slot begins with the number of messages (0: free), whether these messages are tried alone, and the group id. The log
 # ids of the messages are the remaining content of the slot.
 _CALL: Final = struct.Struct("=IIi4x")
@@ -80,7 +82,11 @@ class RunningCalls:
 
         The parent then does not blame the running calls for the end of this process.
         """
-        struct.pack_into("=I", self._map, _TOLD_TO_STOP_AT, 1)
+        struct.pack_into("=I", self._map, _ENDS_AT, _TOLD_TO_STOP)
+
+    def hung(self) -> None:
+        """Note that this process ends itself, because handlers hang."""
+        struct.pack_into("=I", self._map, _ENDS_AT, _HUNG)
 
 
 def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
@@ -102,6 +108,7 @@ class LastCalls:
     instance: UUID
     told_to_stop: bool
     calls: Sequence[RunningCall]
+    hung: bool = False
 
 
 def read(descriptor: int) -> LastCalls | None:
@@ -113,14 +120,14 @@ def read(descriptor: int) -> LastCalls | None:
     if not content.strip(b"\0"):
         return None
     try:
-        magic, slots, slot_bytes, told_to_stop, instance = _HEADER.unpack_from(content)
+        magic, slots, slot_bytes, ends, instance = _HEADER.unpack_from(content)
         if magic != _MAGIC or slot_bytes < _CALL.size:
             raise ValueError("the file does not begin as a file of running calls")
         starts = range(_HEADER.size, _HEADER.size + slots * slot_bytes, slot_bytes)
         calls = [call for start in starts if (call := _read_call(content, start, slot_bytes)) is not None]
     except struct.error as error:
         raise ValueError(str(error)) from error
-    return LastCalls(UUID(bytes=instance), bool(told_to_stop), calls)
+    return LastCalls(UUID(bytes=instance), ends == _TOLD_TO_STOP, calls, ends == _HUNG)
 
 
 def _read_call(content: bytes, start: int, slot_bytes: int) -> RunningCall | None:

@@ -561,6 +561,8 @@ class ConsumerRuntime:
         hung = "" if stop.is_set() else session.dispatcher.hung
         if hung:
             logger.error("%s: this process gives up its queues, finishes the calls that do not hang, and ends", hung)
+            if session.running_calls is not None:
+                session.running_calls.hung()
         elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()

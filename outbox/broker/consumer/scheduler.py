@@ -796,6 +796,11 @@ class Calls:
         """
         self._stuck[work] = back
 
+    def drop(self, queue: OwnedQueue, from_offset: int) -> None:
+        """Do not try the messages of stuck calls again that are in this queue at `from_offset` or higher."""
+        for back in self._stuck.values():
+            back[:] = [item for item in back if item.queue is not queue or item.offset < from_offset]
+
     def _overdue(self) -> list[HandlerCall]:
         now = time.monotonic()
         overdue: list[HandlerCall] = []

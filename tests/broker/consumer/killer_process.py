@@ -1,7 +1,7 @@
 """A consumer process whose messages say what they do to it: `python -m tests.broker.consumer.killer_process '{…}'`.
 
-A body's `do` is exit, kill, crash, system_exit, or hang; without one its handler writes a row of `effect`, after
-`seconds`. Only while the file `armed` exists, if one is named.
+A body's `do` is a key of DEEDS; without one its handler writes a row of `effect`, after `seconds`. Only while the file
+`armed` exists, if one is named.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from tests.broker.inbox import InboxInvoker
 _EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VALUES (%s, %s, %s, %s, %s, %s)"
 DEEDS: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(7),
+    "exit_0": lambda: os._exit(0),
+    "exit_hung": lambda: os._exit(HUNG_EXIT_CODE),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "crash": lambda: ctypes.string_at(0),
     "system_exit": lambda: sys.exit(9),

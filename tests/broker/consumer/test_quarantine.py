@@ -116,6 +116,9 @@ def assert_in_order(bench: ConsumptionBench, keys: int = 4) -> None:
     ("mode", "deed"),
     [
         pytest.param("concurrent", "exit", marks=pytest.mark.slow),
+        # An exit code proves nothing: a handler may choose that of a process that has drained, or whose handlers hang.
+        ("concurrent", "exit_0"),
+        ("concurrent", "exit_hung"),
         ("concurrent", "kill"),
         pytest.param("orderly", "crash", marks=pytest.mark.slow),
         pytest.param("key_ordered", "exit", marks=pytest.mark.slow),

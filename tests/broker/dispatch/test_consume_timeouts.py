@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from outbox.broker.operations import dead_letters
+from outbox.broker.operations import changes, dead_letters
+from outbox.codec import Codecs, JsonCodec
 from outbox.errors import HandlerTimedOut
-from outbox.message import Delivery
+from outbox.message import Delivery, Message
 from outbox.subscription import Mode, OnError
-from tests.broker.bench import ConsumptionBench
+from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.dispatch.test_failures import message, subscribe
 from tests.support import eventually
 
@@ -78,3 +79,69 @@ def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
     with orders.running((subscription, lambda delivery: release.wait(20))):
         eventually(lambda: dead_letters.list_dead_letters(orders.run))
         release.set()
+
+
+def test_a_codec_that_hangs_stops_only_its_own_messages(orders: ConsumptionBench) -> None:
+    """Otherwise the messages of all groups time out, and become dead letters that no handler has seen."""
+    began, release = threading.Event(), threading.Event()
+
+    class Hanging(JsonCodec):
+        content_type = "application/x-hanging"
+
+        def decode(self, data: bytes) -> object:
+            began.set()
+            release.wait(20)
+            return super().decode(data)
+
+    codecs = Codecs()
+    codecs.add(Hanging())
+    orders.declare("mails")
+    seen, mails = Seen(), Seen()
+    with (
+        orders.sequencing(),
+        orders.running(
+            (subscribe(timeout_seconds=60), seen),
+            (subscribe(group="mailer", topic="mails", timeout_seconds=0.5), mails),
+            codecs=codecs,
+        ),
+    ):
+        orders.publish([message(content_type="application/x-hanging")])
+        assert began.wait(20)
+        orders.publish([Message(topic="mails", body=encode({"n": n})) for n in range(2)])
+        eventually(lambda: sorted(mails.ns) == [0, 1])
+        release.set()
+        eventually(lambda: seen.ns == [0])
+    assert orders.rows("SELECT error FROM outbox.failure") == []
+
+
+def test_a_message_that_hung_while_its_queue_was_stopped_is_handled_once(bench: ConsumptionBench) -> None:
+    """The process fetches it again after the stop, and must not also try it from memory."""
+    bench.declare("orders", queues=1)
+    release = threading.Event()
+    calls: list[tuple[str, int]] = []
+
+    def handle(delivery: Delivery) -> None:
+        calls.append((delivery.key, delivery.body["n"]))
+        if calls == [("hangs", 0)]:
+            assert release.wait(20)
+        elif delivery.key == "stops" and calls.count(("stops", 0)) == 1:
+            raise LookupError
+
+    bench.publish([message(key="hangs"), message(1, key="hangs")])
+    subscription = subscribe(
+        mode=Mode.KEY_ORDERED,
+        threads=2,
+        timeout_seconds=3.0,
+        suspend_seconds=0.05,
+        on_error={LookupError: OnError.STOP},
+    )
+    with bench.running((subscription, handle)):
+        eventually(lambda: bench.rows("SELECT 1 FROM outbox.failure"))
+        bench.publish([message(key="stops")])
+        eventually(lambda: bench.rows("SELECT 1 FROM outbox.queue_lease WHERE stopped IS NOT NULL"))
+        changes.resume(bench.run, "g")
+        eventually(lambda: calls.count(("stops", 0)) == 2)
+        release.set()
+        eventually(lambda: bench.lag("g") == 0)
+    assert sorted(calls) == [("hangs", 0)] * 2 + [("hangs", 1)] + [("stops", 0)] * 2
+    bench.assert_conserved("g")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.groups.send_back import describe
+from outbox.broker.groups import send_back
+from outbox.broker.groups.leases import QueueKey
+from outbox.broker.groups.send_back import Failure, describe
 from outbox.broker.operations import changes, dead_letters, progress
 from outbox.errors import ConfigurationError, PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
@@ -252,6 +255,37 @@ def test_send_back_fails_then_local_retry(orders: ConsumptionBench, armed: Any) 
     # The attempt whose send-back failed does not count against the policy's levels.
     assert [attempt for (attempt,) in orders.rows("SELECT attempt FROM outbox.scheduled")] == [1]
     assert orders.lag("g") == 0
+    orders.assert_conserved("g")
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_failure_whose_answer_is_lost_is_recorded_again(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    """If the handler were called again and succeeded, its message would be handled and a dead letter."""
+    attempts: list[int] = []
+    recordings: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        attempts.append(delivery.attempt)
+        raise PermanentError if is_dead else ValueError
+
+    def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
+        kept = recorded(run, owner, failures)
+        recordings.append(len(failures))
+        if len(recordings) == 1:
+            orders.rows("SELECT pg_terminate_backend(%s, 5000)", run.connection.info.backend_pid)
+            run.connection.execute("SELECT 1")
+        return kept
+
+    recorded = send_back.record
+    monkeypatch.setattr(send_back, "record", record)
+    orders.publish([message()])
+    with orders.running((subscribe(retry=LATER), handle)):
+        eventually(lambda: orders.rows("SELECT sum(dead + sent_back) FROM outbox.offset_v1") == [(1,)])
+    assert (attempts, recordings) == ([1], [1, 1])
+    assert len(dead_letters.list_dead_letters(orders.run)) == is_dead
+    assert orders.retrying() == (not is_dead)
     orders.assert_conserved("g")
 
 

@@ -399,6 +399,14 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
     return bool(connection.atomic_blocks) and is_test_case(connection.atomic_blocks[0])
 
 
+def close_with_blocks(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection and forget its open atomic blocks, so that the next statement begins without them."""
+    # Django keeps the state of a connection that is closed inside a block.
+    connection.in_atomic_block = connection.closed_in_transaction = False
+    connection.atomic_blocks = []
+    connection.close()
+
+
 def is_missing_table(error: DatabaseError) -> bool:
     """Whether a statement failed because its table is missing."""
     state = getattr(error.__cause__, "sqlstate", None)

@@ -24,7 +24,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,6 +50,8 @@ from outbox.contrib.django.database.transactions import (
     BlockWatch,
     begun_by_hand,
     cause_of_rollback,
+    close_with_blocks,
+    in_test_case,
     is_session_changed,
     is_watched,
     lost,
@@ -109,6 +111,8 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.closing = _Closing()
+        # The aliases on which the caller of the present call, such as a test, has an atomic() block open.
+        self.open_before: Collection[str] = ()
 
 
 _of_thread = _OfThread()
@@ -122,14 +126,19 @@ def begin_call() -> None:
     With DEBUG, also empty the query log, as Django does for each request.
     """
     # After a call, `refresh_connections` has left the connections of this thread in a known state.
+    open_before: list[str] = []
     for connection in _of_thread.closing.connections or connections.all(initialized_only=True):
         raw = connection.connection
+        if connection.in_atomic_block:
+            open_before.append(connection.alias)
+            continue
         # Otherwise each idle thread would notice the end of its session by a failed call, and each of these failures
         # would lengthen the pause of its subscription, long after the server is back.
-        if raw is None or connection.in_atomic_block:
+        if raw is None:
             continue
         if _is_expired(connection) or _has_pool(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
             connection.close()
+    _of_thread.open_before = open_before
     if settings.DEBUG:
         for connection in connections.all(initialized_only=True):
             # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
@@ -146,8 +155,24 @@ def _is_expired(connection: BaseDatabaseWrapper) -> bool:
     return close_at is not None and bool(connection.settings_dict["CONN_MAX_AGE"]) and time.monotonic() >= close_at
 
 
+def _is_left_open(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the handler of this thread has left an atomic() block open on the connection."""
+    is_of_caller = connection.alias in _of_thread.open_before or in_test_case(connection)
+    return connection.in_atomic_block and not is_of_caller
+
+
+def _left_open(what: str) -> str:
+    return (
+        f"{what} has left an atomic() block open, so the writes of its transaction were rolled back. Enter the block "
+        "with `with`, and do not keep a generator that is inside it."
+    )
+
+
 def refresh_connections(*, in_handler: bool = False) -> None:
     """Return this thread's connections to Django's pool. Close connections that are broken or past CONN_MAX_AGE.
+
+    Also close a connection on which a handler has left an atomic() block open: the blocks of the next messages would be
+    inside it, and would never commit.
 
     Also close a connection whose session a handler has changed, so that the next message does not meet the setting.
     RESET ALL would not do: it would also undo what Django and the project set when the connection was opened. With
@@ -160,7 +185,12 @@ def refresh_connections(*, in_handler: bool = False) -> None:
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:
-        if connection.connection is None or connection.in_atomic_block:
+        if connection.in_atomic_block:
+            if not in_handler and _is_left_open(connection):
+                logger.error("%s", _left_open(f"a handler on {connection.alias!r}"))
+                close_with_blocks(connection)
+            continue
+        if connection.connection is None:
             continue
         has_pool = _has_pool(connection)
         # Without an error, only two cases have to be looked at here: a pool would lend a session that the server has
@@ -177,6 +207,19 @@ def refresh_connections(*, in_handler: bool = False) -> None:
         if broken or left_open or changed or has_pool or _is_expired(connection):
             connection.close()
         connection.errors_occurred = False
+
+
+def end_session(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection on which the transaction of a message could not begin, so that the next attempt gets another.
+
+    A handler may have made its session read-only, for example, by the driver's own connection.
+    """
+    if connection.in_atomic_block or connection.connection is None:
+        return
+    if _has_pool(connection):
+        # The pool drops a connection that is closed.
+        connection.connection.close()
+    connection.close()
 
 
 # One lock per SQLite file. The threads of a process wait for each other at this lock. Without the lock, threads would
@@ -441,6 +484,8 @@ class InboxEntries:
 
     def __init__(self, connection: BaseDatabaseWrapper, group: str, generation: int) -> None:
         self._connection = connection
+        # The number of atomic blocks around that of the handler.
+        self._outer_blocks = len(connection.atomic_blocks)
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
@@ -551,6 +596,9 @@ class InboxEntries:
         function checks the rows and commits in one request, which saves a round trip. If the rows are missing, the
         function raises TransactionUsageError, because COMMIT would succeed and store nothing.
         """
+        if len(self._connection.atomic_blocks) > self._outer_blocks + 1:
+            # Django would leave the inner block, and not commit.
+            raise TransactionUsageError(_left_open(name))
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
@@ -585,6 +633,9 @@ class InboxEntries:
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
+        if self._connection.in_atomic_block and not self._outer_blocks:
+            # A block that the handler has left open keeps the transaction open, with the inbox rows in it.
+            close_with_blocks(self._connection)
         if not deliveries or fence.is_lost():
             # Either no inbox rows were written, or another owner of the queue may have written them.
             return set()
@@ -678,7 +729,10 @@ class InboxInvoker:
             if registered is None or not registered.idempotent:
                 if more is not None:
                     more.end_sharing("the handler has no inbox, so it has no transaction")
-                return call_handler(subscription, handler, deliveries, generation=generation)
+                results = call_handler(subscription, handler, deliveries, generation=generation)
+                if any(map(_is_left_open, connections.all(initialized_only=True))):
+                    raise TransactionUsageError(_left_open(f"the handler of group {subscription.group!r}"))
+                return results
             connection = connections[handler_alias(registered)]
             call = _Call(
                 connection,
@@ -772,8 +826,10 @@ class _Call:
                 inbox.confirm(whole if shared is None else [*whole, *shared.handled], name)
                 if shared is not None:
                     shared.take_callbacks()
-        except Exception as error:
+        except BaseException as error:
+            # Also SystemExit and CancelledError: what a handler committed by hand before them is not handled.
             if fresh is None:
+                end_session(connection)
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
                 return shared.results_after_failure(fresh, error, functools.partial(error_after_commit, name))
@@ -782,7 +838,8 @@ class _Call:
                 _name_idle_limit(name, error)
                 raise
             if not inbox.is_confirmed:
-                return [error_after_commit(name, error) if d.message_id in stayed else error for d in self.deliveries]
+                after = error_after_commit(name, error)
+                return cast("list[Result]", [after if d.message_id in stayed else error for d in self.deliveries])
             # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.
             logger.error(
                 "%s has committed, so the handler is not called again after this error", name, exc_info=printable(error)
@@ -821,7 +878,7 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
     return {}
 
 
-def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
+def _not_started(name: str, alias: str, error: BaseException) -> HandlerNotStarted:
     return HandlerNotStarted(
         f"{name} was not called, because its transaction on {alias!r} could not begin: {error_line(error)}. "
         f"The call does not count as an attempt. The messages wait until a transaction on "
@@ -833,7 +890,7 @@ def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
 _IDLE_LIMIT: Final = "25P03"
 
 
-def _name_idle_limit(name: str, error: Exception) -> None:
+def _name_idle_limit(name: str, error: BaseException) -> None:
     """If the server ended an idle transaction, add the reason and the remedy to the text of the error."""
     with contextlib.suppress(Exception):
         # The attributes of a handler's error may raise. No error of a database does so.

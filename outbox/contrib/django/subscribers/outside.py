@@ -35,6 +35,7 @@ from outbox.contrib.django.subscribers.inbox import (
     InboxEntries,
     InboxInvoker,
     begin_call,
+    end_session,
     error_after_commit,
     handler_alias,
     one_writer,
@@ -374,6 +375,7 @@ class HandlerInvoker(InboxInvoker):
             with one_writer(connection):
                 taken = claims.take(connection, claim)
         except Exception as error:
+            end_session(connection)
             return HandlerNotStarted(
                 f"{registered.name} was not called, because message {delivery.message_id} could not be claimed on "
                 f"{connection.alias!r}: {error_line(error)}. The call does not count as an "

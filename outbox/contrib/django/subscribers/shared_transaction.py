@@ -274,7 +274,7 @@ class SharedTransaction:
         return self._results
 
     def results_after_failure(
-        self, first: Sequence[Delivery], error: Exception, error_after_commit: Callable[[Exception], Exception]
+        self, first: Sequence[Delivery], error: BaseException, error_after_commit: Callable[[BaseException], Exception]
     ) -> list[Result]:
         """Return the results of all messages, after the transaction has failed with `error`.
 
