@@ -153,7 +153,7 @@ def fill(world: World) -> list[UUID]:
         ("UPDATE outbox.subscription SET mode = 'orderly'", ()),
     ):  # fmt: skip
         world.sql(statement, *values)
-    [blocked] = list_blocked(world.run, ["mail"], limit=20)
+    [blocked] = list_blocked(world.run, ["mail"], [TOPIC], limit=20)
     assert (blocked.blocked_key, blocked.blocked_error) == (MARK, f"ValueError: {MARK}"), "the control: it is blocked"
     now, one = timezone.now(), {"group": "mail", "generation": 1, "message_id": queued.message_id}
     StepEntry.objects.create(**one, name="charge", attempt=1, begun_at=now, result=json.dumps(MARK).encode())
@@ -237,7 +237,7 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
         assert rows[2][2:] == ({"name": "someone else"}, b'{"name":"someone else"}', False)
         assert world.sql("SELECT error FROM outbox.dead_letter") == [("ValueError: (erased)",)]
         assert world.sql("SELECT count(*) FROM outbox.scheduled") == [(0,)], "the waiting message is recalled"
-        [blocked] = list_blocked(world.run, ["mail"], limit=20)
+        [blocked] = list_blocked(world.run, ["mail"], [TOPIC], limit=20)
         assert (str(blocked.blocked_key)[:7], blocked.blocked_error) == ("erased:", "ValueError: (erased)")
         assert world.sql("SELECT kind, reason FROM outbox.erased ORDER BY kind") == [
             ("key", "request 17"), ("message", "request 17"), ("message", "request 17"),

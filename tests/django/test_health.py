@@ -78,10 +78,22 @@ def test_the_probe_by_command(led: None) -> None:
     assert code == 1 and "cannot be reached" in text
 
 
-def test_the_probe_costs_two_look_ups(led: None) -> None:
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("table", ["leader_lease", "op_log"])
+def test_the_probe_names_a_lock_instead_of_waiting_for_it(led: None, table: str) -> None:
+    with closing(broker_database().connect()) as connection, connection.transaction():
+        connection.execute(f"LOCK TABLE outbox.{table}".encode())
+        assert [one.name for one in probe().conditions] == ["lock_held"]
+        code, text = health()
+        assert code == 1 and "A session holds a lock" in text
+        answer = Client().get("/outbox/health/")
+        assert (answer.status_code, answer.json()) == (503, {"healthy": False})
+
+
+def test_the_probe_costs_two_look_ups_in_a_transaction(led: None) -> None:
     with closing(broker_database().connect()) as connection, wire(connection) as sent:
         assert rules.probe(Executor(connection, "outbox")).is_healthy
-    assert sent.round_trips == 2
+    assert sent.round_trips == 5
 
 
 def test_views(led: None, outbox_settings: Callable[..., None]) -> None:

@@ -27,6 +27,8 @@ from outbox.broker.schema import grants, install
 from outbox.broker.schema.grants import Role
 from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
+from outbox.contrib.django.actions.listing import Listing
+from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database import aliases
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine import broker as broker_access
@@ -455,6 +457,26 @@ def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(
         form = {"group": "effects", "confirmed": "yes", "why": "a test"}
         page = _CLIENT[0].post("/outbox/act/pause/", form).content.decode()
         assert "The login of this process lacks a right" in page and "need the role work" in page
+
+
+def _arguments(listing: Listing) -> list[str]:
+    given = {"group": "effects", "topic": "orders"}
+    return [*listing.command.split(), *(given[one.name] for one in listing.fields if one.positional and one.required)]
+
+
+@pytest.mark.parametrize("path", ["two_phase"], indirect=True)
+def test_a_reader_may_run_every_list_and_a_publisher_is_refused_by_a_sentence(logins: dict[Role, str]) -> None:
+    commands = [_arguments(one) for one in LISTINGS.values() if one.command]
+    commands = [["outbox_message", "list", "orders"] if "outbox_message" in one else one for one in commands]
+    assert ["outbox_group", "offsets", "effects"] in commands
+    _connect_as(logins[Role.WATCH])
+    for command in commands:
+        call_command(*command, stdout=StringIO())
+    _connect_as(logins[Role.PUBLISH])
+    for command in commands:
+        if command != ["outbox_topic", "list"]:
+            with pytest.raises(CommandError, match="lacks a right"):
+                call_command(*command, stdout=StringIO())
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)

@@ -763,9 +763,11 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
 )
 def blocked_queue(state: BrokerState) -> Counted:
     blocked = [one for one in state.summary.groups if one.blocked]
-    groups = sorted({one.group for one in blocked})
+    # Enough for the evidence. To look at every queue of the blocked groups takes seconds if they are many.
+    places = sorted(blocked, key=lambda one: one.oldest_at or 0.0)[:EVIDENCE]
+    groups, topics = {one.group for one in places}, {one.topic for one in places}
     facts: list[Judged] = []
-    for one in list_blocked(state.run, groups, limit=EVIDENCE) if groups else []:
+    for one in list_blocked(state.run, sorted(groups), sorted(topics), limit=EVIDENCE) if places else []:
         assert one.blocked_since is not None
         fact = fact_of(
             one,

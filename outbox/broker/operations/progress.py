@@ -104,7 +104,7 @@ _OF_WANTED: Final = (
     + """ AS newest ON true
     WHERE NOT broadcast AND (%(groups)s::text[] IS NULL OR consumer_group.name = ANY (%(groups)s::text[]))
       AND (%(topic)s::text IS NULL OR topic.name = %(topic)s OR retried.name = %(topic)s)
-      AND (NOT %(ordered)s::boolean OR mode <> 'concurrent')
+      AND (%(topics)s::text[] IS NULL OR topic.name = ANY (%(topics)s::text[]))
 """
 )
 
@@ -207,12 +207,12 @@ def list_queues(run: Executor, group: str | None = None, topic: str | None = Non
 
     Broadcast groups have no stored positions.
     """
-    return run.objects(QueueProgress, _QUEUES, {"groups": group and texts([group]), "topic": topic, "ordered": False})
+    return run.objects(QueueProgress, _QUEUES, {"groups": group and texts([group]), "topic": topic, "topics": None})
 
 
-def list_blocked(run: Executor, groups: Sequence[str], *, limit: int) -> Sequence[QueueProgress]:
-    """Return the queues of these groups whose next message has failed; the one that is blocked longest comes first."""
-    values = {"groups": texts(groups), "topic": None, "ordered": True, "limit": limit}
+def list_blocked(run: Executor, groups: Sequence[str], topics: Sequence[str], *, limit: int) -> Sequence[QueueProgress]:
+    """Return the queues of these groups and topics whose next message has failed, the one blocked longest first."""
+    values = {"groups": texts(groups), "topic": None, "topics": texts(topics), "limit": limit}
     return run.objects(QueueProgress, _BLOCKED, values)
 
 

@@ -63,8 +63,12 @@ def survey(run: Executor, thresholds: Thresholds | None = None) -> Survey:
     except SchemaError as error:
         return Survey(unusable(error))
     except LockNotAvailable:
-        held = broker_conditions.CONDITIONS["lock_held"].from_facts(broker_conditions.locked_out(run))
-        return Survey(worst_first(held, is_complete=False))
+        return Survey(_locked(run))
+
+
+def _locked(run: Executor) -> ConditionReport:
+    held = broker_conditions.CONDITIONS["lock_held"].from_facts(broker_conditions.locked_out(run))
+    return worst_first(held, is_complete=False)
 
 
 def _holding(state: BrokerState) -> Iterator[Condition]:
@@ -83,13 +87,18 @@ def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionRepor
     """Return whether a leader runs and makes its ticks in time. Raises psycopg.Error.
 
     The probe makes a few look-ups by index, so its duration does not depend on the size of the tables, and a load
-    balancer may call it every second.
+    balancer may call it every second. If a session keeps a table locked for more than a second, the only condition is
+    `lock_held`.
     """
-    now = leadership(run)
-    if now.leader is None:
-        return worst_first([broker_conditions.CONDITIONS["no_sequencer"].condition(Severity.CRITICAL, [{}], 1)])
-    waiting = broker_conditions.oldest_undelivered(run, thresholds or {}, now.snapshot)
-    return worst_first(broker_conditions.CONDITIONS["ticks_late"].from_facts([waiting]))
+    try:
+        with lock_limited(run.connection):
+            now = leadership(run)
+            if now.leader is None:
+                return worst_first([broker_conditions.CONDITIONS["no_sequencer"].condition(Severity.CRITICAL, [{}], 1)])
+            waiting = broker_conditions.oldest_undelivered(run, thresholds or {}, now.snapshot)
+            return worst_first(broker_conditions.CONDITIONS["ticks_late"].from_facts([waiting]))
+    except LockNotAvailable:
+        return _locked(run)
 
 
 def unusable(error: Exception) -> ConditionReport:

@@ -68,7 +68,7 @@ def test_it_equals_a_count_of_every_queue(bench: ConsumptionBench) -> None:
             assert getattr(group, name) == sum(getattr(one, name) for one in of_group), name
     lags = {(one.group, one.topic): one.lag for one in counted.groups if one.lag}
     assert lags == {("points", "orders"): 7, ("cart", "payments"): 5, ("strict", "parcels"): 3}
-    [blocked] = list_blocked(bench.run, ["points", "strict"], limit=20)
+    [blocked] = list_blocked(bench.run, ["points", "strict"], ["orders", "parcels"], limit=20)
     assert (blocked.group, blocked.topic, str(blocked.blocked_error).split("\n")[0]) == (
         "strict", "parcels", "ValueError: not yet",
     )  # fmt: skip
@@ -204,3 +204,19 @@ def test_looking_reads_nothing_that_grows_with_the_log(bench: ConsumptionBench) 
     with bench.database.connect() as fresh, fresh.transaction():
         fresh.execute("SELECT count(*) FROM outbox.commit_log")
         assert rows_read(fresh)["commit_log"] > 3000
+
+
+def test_looking_for_a_blocked_queue_leaves_out_the_other_topics_of_its_group(bench: ConsumptionBench) -> None:
+    fail_first(bench)
+    bench.declare("wide", queues=50)
+    bench.connection.execute(
+        b"INSERT INTO outbox.subscription (group_id, topic_id, mode) SELECT group_id, topic_id, 'orderly'"
+        b" FROM outbox.consumer_group, outbox.topic WHERE topic.name = 'wide'"
+    )
+    bench.publish(keyed("wide", 500, 500))
+    bench.connection.execute("ANALYZE")
+    summary.refresh(bench.run)
+    with bench.database.connect() as fresh, fresh.transaction():
+        [found] = [one for one in survey(Executor(fresh, "outbox")).verdict.conditions if one.name == "blocked_queue"]
+        assert [fact["topic"] for fact in found.evidence] == ["parcels"]
+        assert rows_read(fresh)["commit_log"] <= 5

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from io import StringIO
 from typing import Any
 
 import pytest
 from django.conf import settings
+from django.core.management import call_command
 from django.test import Client
 from django.test.utils import override_settings
 from django.utils import translation
@@ -17,7 +20,7 @@ from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.console.support import Site
-from tests.django.console.test_hostile_values import crowd
+from tests.django.console.test_hostile_values import PAGES, crowd
 from tests.sample.browser import Browser
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
@@ -32,6 +35,18 @@ def stable(html: str) -> str:
     html = re.sub(r'name="csrfmiddlewaretoken" value="\w*"', "", html)
     html = re.sub(r">(?:[^<>]* ago|in [^<>]*)</time>", "></time>", html)
     return re.sub(r"\d+ (?:ms|s|min)\b|\d+\.\d s|\d\d:\d\d:\d\d(?!\d)", "", html)
+
+
+@override_settings(USE_TZ=False, TIME_ZONE="Pacific/Chatham")
+def test_without_time_zones_the_pages_answer_in_the_time_of_the_project(world: World, operator: Client) -> None:
+    call_command("outbox_transaction", "reject", "--no-input", stdout=StringIO())
+    for name, address in PAGES.items():
+        # The pages of one group and one topic need its name.
+        assert operator.get(address).status_code == (400 if name in ("group", "topic") else 200), name
+    [shown] = re.findall(r'<time datetime="([^"]+)"', operator.get(PAGES["audit"]).content.decode())
+    at = datetime.fromisoformat(shown)
+    assert at.utcoffset() in (timedelta(hours=12, minutes=45), timedelta(hours=13, minutes=45))
+    assert abs(datetime.now(UTC) - at) < timedelta(minutes=5)
 
 
 @pytest.mark.slow

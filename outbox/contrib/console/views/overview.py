@@ -11,7 +11,6 @@ from typing import Final
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
-from django.utils import timezone
 
 from outbox.broker.database.executor import Row
 from outbox.broker.operations import summary
@@ -22,6 +21,7 @@ from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.signs import Signs, read_signs
+from outbox.contrib.django.actions.cells import local
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.operations.watching import BrokerView, look
 
@@ -117,7 +117,7 @@ def liveness(request: HttpRequest) -> JsonResponse:
 
     If the broker does not answer, the text says so. So the page is read again, and says it.
     """
-    return JsonResponse({"state": read_signs().state, "at": f"{timezone.localtime():%H:%M:%S}"})
+    return JsonResponse({"state": read_signs().state, "at": f"{local(datetime.now(UTC)):%H:%M:%S}"})
 
 
 def _of_server(found: BrokerView) -> dict[str, object]:
@@ -127,7 +127,7 @@ def _of_server(found: BrokerView) -> dict[str, object]:
         "verdict": Verdict(
             found.verdict.severity.name.lower(),
             _sentence(found.verdict),
-            None if found.verdict.conditions else timezone.now(),
+            None if found.verdict.conditions else datetime.now(UTC),
         ),
         "conditions": [
             (one, one.severity.name.lower(), list(map(as_facts, one.evidence))) for one in found.verdict.conditions

@@ -19,6 +19,7 @@ from django.utils.html import conditional_escape, format_html, format_html_join,
 from django.utils.safestring import SafeString
 
 from outbox.broker.operations.conditions import duration
+from outbox.contrib.django.settings.conf import aware
 from outbox.utils.safe_text import for_people
 from outbox.utils.safe_text import inert as harmless
 
@@ -57,15 +58,16 @@ def readable(value: object, name: str = "") -> str:
 
 
 def local(at: datetime) -> datetime:
-    """Return a time in Django's time zone. A time without a zone is in UTC.
+    """Return a time in Django's time zone. A time without a zone is in TIME_ZONE without USE_TZ, and else in UTC.
 
     A time that Django's zone cannot express, within a day of the first or last year, stays in its own zone.
     """
-    aware = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+    known = aware(at)
+    known = known if known.tzinfo is not None else known.replace(tzinfo=UTC)
     try:
-        return timezone.localtime(aware)
+        return timezone.localtime(known)
     except (OverflowError, ValueError):
-        return aware
+        return known
 
 
 def second(at: datetime) -> str:

@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations import changes
 from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
@@ -249,7 +248,7 @@ def _read_groups(run: Executor, asked: Asked) -> Sequence[Mapping[str, object]]:
 
 
 def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
-    group_id_of(run, asked["group"])
+    group_now(run, asked["group"])
     return list_queues(run, asked["group"])
 
 

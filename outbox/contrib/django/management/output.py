@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import Error as DatabaseError
 
 from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
@@ -29,7 +30,8 @@ _ACTING: Final = ("drop",)
 class OutboxCommand(BaseCommand):
     """The base class of the outbox commands.
 
-    If the code of a command raises an OutboxError, the command prints the error text without a traceback.
+    If the code of a command raises an OutboxError or a database error, the command prints the error text without a
+    traceback.
     """
 
     # Commands run without system checks, because a command that mends something must run even if a check fails.
@@ -58,6 +60,11 @@ class OutboxCommand(BaseCommand):
             sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
             raise CommandError(for_people(str(error))) from error
+        except DatabaseError as error:
+            raise CommandError(
+                f"a database of the application did not execute the request: {first_line(error)}. If a table is "
+                "missing, run `manage.py migrate`. If this login lacks a right, use the login of a worker."
+            ) from error
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
