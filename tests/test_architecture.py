@@ -18,7 +18,7 @@ PAGES = [
 ]
 LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
-NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
+NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.(?:py|sql))(?:::([A-Za-z_.]+))?`")
 
 
 def named() -> list[tuple[str, str, str]]:

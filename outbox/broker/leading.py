@@ -90,7 +90,7 @@ class PartWork(Protocol):
 class Leader:
     """One candidate for the leader lease; while a candidate holds this lease, it is the leader.
 
-    The caller owns the connection and repeats two steps: it calls `turn`, and then waits for `wait_seconds` or for a
+    The caller owns the connection and repeats two steps: it calls `lead`, and then waits for `wait_seconds` or for a
     notification.
     """
 
@@ -103,7 +103,7 @@ class Leader:
         self._part_works: list[PartWork] = []
         self.leads = False
         self._decided = False
-        # `_look_at`: the time at which `turn` has work again if no notification arrives. `_gathers_until`: the time
+        # `_look_at`: the time at which `lead` has work again if no notification arrives. `_gathers_until`: the time
         # until which the leader waits for more decisions before the next tick. `_rests_until`: the time at which the
         # pause after a failure ends.
         self._look_at = 0.0
@@ -128,10 +128,10 @@ class Leader:
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
         self._look_at = self._gathers_until = 0.0
 
-    def turn(
+    def lead(
         self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
-    ) -> bool:
-        """Make a tick if this process leads and a tick is due. Return whether queues have grown.
+    ) -> str | None:
+        """Make a tick if this process leads and a tick is due. Return which queues have grown (`TickCounts.grown`).
 
         `decided` says that there may be new decisions. If so, the server executes `after` in the round trip of the
         tick. Raises the errors of the connection and of the database.
@@ -139,7 +139,7 @@ class Leader:
         now = time.monotonic()
         self._decided |= decided
         if now < self._act_at():
-            return False
+            return None
         after = after if self._decided else None
         self._decided = False
         remaining = self._lease.hold(run.connection)
@@ -147,12 +147,14 @@ class Leader:
             self.note.worked()
             self._follow(run)
             self._look_at = now + min(remaining, self._settings.poll_seconds)
-            return False
+            return None
         if not self.leads:
             self._take_the_lead(run, now)
         for work in self._part_works:
             if now >= work.look_at:
                 work.look(run, now)
+        # This tick reads the decisions that were announced until now.
+        announcements.discard(self._decided_channel)
         counts, began, ended = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
@@ -160,10 +162,10 @@ class Leader:
         pause = self._load.pause_seconds(max(counts.decisions, counts.appended), began, ended - began)
         if pause and counts.decisions > 1 and not counts.more and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, ended + min(pause, self._settings.pace_seconds)
-        return counts.appended > 0
+        return counts.grown
 
     def wait_seconds(self) -> float:
-        """Return how many seconds the caller may wait for a notification before it must call `turn` again."""
+        """Return how many seconds the caller may wait for a notification before it must call `lead` again."""
         return max(0.0, self._act_at() - time.monotonic())
 
     @property
@@ -251,18 +253,18 @@ class Leader:
 class LeadingConsumer(Leader):
     """The SessionTask with which a consumer process leads.
 
-    After an error in `turn`, the object logs the error and does not lead during a pause. The process continues to
+    After an error in `lead`, the object logs the error and does not lead during a pause. The process continues to
     consume.
     """
 
     _failures = 0
 
-    def turn(
+    def lead(
         self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
-    ) -> bool:
-        """Do the same as `Leader.turn`, but raise only psycopg.Error, and only if the connection is lost."""
+    ) -> str | None:
+        """Do the same as `Leader.lead`, but raise only psycopg.Error, and only if the connection is lost."""
         try:
-            return super().turn(run, announcements, decided=decided, after=after)
+            return super().lead(run, announcements, decided=decided, after=after)
         except Exception as error:
             pause = self._rest()
             self.note.failed(error)
@@ -271,7 +273,7 @@ class LeadingConsumer(Leader):
                     f"the connection ended while this process made a tick: {shown_text(error)}"
                 ) from error
             self._give_up(run, error, pause)
-            return False
+            return None
 
     def _rest(self) -> float:
         """Set the pause after a failure, and return its length in seconds.

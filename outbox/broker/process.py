@@ -66,7 +66,7 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, leader:
         try:
             while not stop.is_set():
                 heartbeat.beat(ready=True)
-                leader.turn(run, announcements, decided=decided)
+                leader.lead(run, announcements, decided=decided)
                 decided = _wait(leader, announcements, stop)
             leader.end(run, join=True)
         finally:
@@ -81,8 +81,6 @@ def _wait(leader: Leader, announcements: Announcements, stop: threading.Event) -
         return False
     if leader.is_gathering:
         stop.wait(seconds)
-        # Discard the notifications, because the next tick reads all decisions that they announce.
-        announcements.wait(0)
         return True
     until = time.monotonic() + seconds
     while not stop.is_set():

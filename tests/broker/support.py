@@ -109,6 +109,20 @@ def queued_ids(connection: psycopg.Connection[tuple[Any, ...]], topic: str | Non
     return [entry.message_id for entry in queued(connection, topic)]
 
 
+def another_consumer(connection: psycopg.Connection[tuple[Any, ...]], *, lives_seconds: float = 600.0) -> None:
+    """Another consumer process of the broker, which has to learn of new entries."""
+    connection.execute(
+        """
+        WITH registered AS (
+            INSERT INTO outbox.consumer_group (name) VALUES ('another' || gen_random_uuid()) RETURNING group_id
+        )
+        INSERT INTO outbox.consumer (instance_id, group_id, topics, host, pid, expires_at)
+        SELECT gen_random_uuid(), group_id, '{}', 'here', 1, now() + make_interval(secs => %s) FROM registered
+        """,
+        [lives_seconds],
+    )
+
+
 def assert_gapless(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
     """Every queue's offsets are 0, 1, 2, … without a gap."""
     rows = connection.execute(

@@ -25,7 +25,7 @@ from outbox.broker.schema.install import install
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
-from tests.broker.support import TOPICS, assert_gapless, end, half, message, process, queued_ids
+from tests.broker.support import TOPICS, another_consumer, assert_gapless, end, half, message, process, queued_ids
 from tests.support import eventually
 
 
@@ -43,6 +43,7 @@ def listening(database: BrokerDatabase, channel: Channel) -> Iterator[Announceme
 def test_the_process_sequences_and_announces(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
+    another_consumer(connection)
     with listening(database, Channel.QUEUED) as announcements, process(database):
         [receipt] = broker.send([message()])
         eventually(lambda: queued_ids(connection) == [receipt.message_id])

@@ -186,7 +186,7 @@ class Prefetcher:
         self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
         self.ahead: Final = FetchAhead(self._fetcher, owned)
         # The queues that may have more messages to fetch, in the order of the notifications about them.
-        self._hungry: dict[OwnedQueue, None] = {}
+        self._to_fetch: dict[OwnedQueue, None] = {}
         # Whether there may be more messages for which there is room. The dispatching thread then does not wait: nothing
         # else would wake it if all messages of the last fetch were filtered out or dropped from memory.
         self.is_behind = False
@@ -204,8 +204,8 @@ class Prefetcher:
 
     def look_at(self, queue: OwnedQueue) -> None:
         """Note that a queue may have more messages to fetch."""
-        queue.hungry = True
-        self._hungry[queue] = None
+        queue.may_have_more = True
+        self._to_fetch[queue] = None
 
     def fetch(self, run: Executor) -> None:
         """Fetch messages in one statement, for all queues that may have more messages and whose buffer has room.
@@ -216,21 +216,21 @@ class Prefetcher:
         if self.ahead.rows:
             for queue, room, rows in self.ahead.take():
                 self._ingest(queue, rows, more=len(rows) == room)
-        if not self._hungry:
+        if not self._to_fetch:
             return
         wanted: list[tuple[OwnedQueue, int]] = []
-        for queue in tuple(self._hungry):
-            if not queue.hungry or queue.phase is not Phase.ACTIVE:
-                del self._hungry[queue]
+        for queue in tuple(self._to_fetch):
+            if not queue.may_have_more or queue.phase is not Phase.ACTIVE:
+                del self._to_fetch[queue]
             elif (room := room_of(queue)) > 0:
                 wanted.append((queue, room))
         if wanted:
             for queue, room, rows in _by_queue(wanted, self._fetcher.fetch(run, wanted)):
                 if rows:
                     self._ingest(queue, rows, more=len(rows) == room)
-                    self.is_behind = self.is_behind or (queue.hungry and room_of(queue) > 0)
+                    self.is_behind = self.is_behind or (queue.may_have_more and room_of(queue) > 0)
                 else:
-                    queue.hungry = False
+                    queue.may_have_more = False
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Put the next entries of a queue into its window and its lanes."""
@@ -434,7 +434,7 @@ class Dispatcher:
 
         Blocked messages may still wait.
         """
-        fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._owned.values())
+        fetchable = any(queue.may_have_more and room_of(queue) > 0 for queue in self._owned.values())
         return not self._calls.any_counting and not fetchable and not self._dirty and not self._left
 
     @property
@@ -534,7 +534,7 @@ class Dispatcher:
             case QueueAcquired(queue):
                 if self._bounded:
                     # A bounded pass handles only entries that existed when the pass began.
-                    queue.hungry = False
+                    queue.may_have_more = False
                 else:
                     self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue

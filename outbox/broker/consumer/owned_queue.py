@@ -239,7 +239,7 @@ class OwnedQueue:
     The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After the
     dispatching thread has got a queue, only this thread calls the methods of the queue. Any thread may call the methods
     marked "any thread", because each of these methods reads single values that are replaced as a whole. The dispatching
-    thread also changes `hungry`, `buffered`, `running` and `end`.
+    thread also changes `may_have_more`, `buffered`, `running` and `end`.
     """
 
     __slots__ = (
@@ -250,9 +250,9 @@ class OwnedQueue:
         "end",
         "fetch_from",
         "group",
-        "hungry",
         "key",
         "lease",
+        "may_have_more",
         "name",
         "phase",
         "running",
@@ -273,10 +273,10 @@ class OwnedQueue:
         self.name: Final = name
         self.window: Final = OffsetWindow(position)
         self.phase = Phase.ACTIVE
-        # `fetch_from` is the next offset to fetch, and `hungry` says whether there may be more entries. `buffered`
-        # counts the entries in memory, and `running` counts the entries in running calls.
+        # `fetch_from` is the next offset to fetch. `buffered` counts the entries in memory, `running` those in running
+        # calls.
         self.fetch_from = position.next_offset
-        self.hungry = True
+        self.may_have_more = True
         self.buffered = 0
         self.running = 0
         # While the queue is draining, messages may still be started until this time (time.monotonic).
@@ -336,7 +336,7 @@ class OwnedQueue:
         self.phase = Phase.ACTIVE
         self._refetched_below = max(self._refetched_below, self.fetch_from)
         self.fetch_from = self.window.base
-        self.hungry = True
+        self.may_have_more = True
 
     def drain(self, *, start_until: float) -> None:
         """Begin to hand the queue over: fetch nothing more.
@@ -380,7 +380,7 @@ class OwnedQueue:
     def fetched(self, next_offset: int, *, more: bool) -> None:
         """Record that all entries before `next_offset` are fetched. `more` says whether there may be more entries."""
         self.fetch_from = next_offset
-        self.hungry = more
+        self.may_have_more = more
 
     # -- what is in memory and what runs ----------------------------------------------------------
 

@@ -135,10 +135,10 @@ class SessionTask(Protocol):
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
         """Begin the work on a new connection."""
 
-    def turn(
+    def lead(
         self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
-    ) -> bool:
-        """Do a limited amount of due work. Return whether queues have grown.
+    ) -> str | None:
+        """Do a limited amount of due work. Return the ids of the queues that have grown: '' for any, None for none.
 
         `decided` says that a notification on Channel.DECIDED has arrived. `after` is the fetch that may share the round
         trip of a tick.
@@ -326,20 +326,13 @@ class ConsumerSession:
         if self._announcements is None:
             return
         decided, self._decided = self._decided, False
-        ahead, queued = self.dispatcher.fetch_ahead, Channel.QUEUED.name_in(self._database.schema)
+        ahead = self.dispatcher.fetch_ahead
         if ahead.rows:
             ahead.forget()
-        if session_task.turn(run, self._announcements, decided=decided, after=ahead):
-            # The notification of this process's own tick arrives together with the answer to the tick. If the
-            # notification is missing, the server has refused to send it.
-            arrived = self._announcements.wait(0)
-            if queued not in arrived:
-                self._grown = None
-            if queued in self._announcements.of_others:
-                # Another leader may have appended entries after the fetch of this tick.
-                ahead.forget()
-            if arrived:
-                self._note_announcements(arrived)
+        # Notifications that arrive during the tick wait until the rows of its fetch are used. If one of another leader
+        # were noted before, these rows would hide that its queue has grown again.
+        if (grown := session_task.lead(run, self._announcements, decided=decided, after=ahead)) is not None:
+            self._note_grown(grown)
 
     def _wait(self, longest: float) -> None:
         """Wait until a wake-up or a notification arrives, or until work is due."""
@@ -360,12 +353,14 @@ class ConsumerSession:
             self._ownership.wake_coordinator()
         self._decided |= Channel.DECIDED.name_in(schema) in arrived
         for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
-            # Any database session may send a notification. If the payload of a notification is not a list of ids, look
-            # at all queues.
-            if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
-                self._grown = None
-            else:
-                self._grown.update(map(int, queue_ids.split()))
+            self._note_grown(queue_ids)
+
+    def _note_grown(self, queue_ids: str) -> None:
+        # Any database session may send a notification. If its payload is not a list of ids, look at all queues.
+        if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
+            self._grown = None
+        else:
+            self._grown.update(map(int, queue_ids.split()))
 
     def _run_in_current_life(self) -> Executor:
         """Return the connection. If the server has begun a new life, first make the dispatcher drop its older data."""
@@ -394,7 +389,8 @@ class ConsumerSession:
                     # process logs the error and connects again.
                     timeouts.limit_locks_for_session(connection)
                 if listening:
-                    announcements = Announcements(connection)
+                    queued = Channel.QUEUED.name_in(self._database.schema)
+                    announcements = Announcements(connection, without_own=queued)
                     listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
                     self._announcements = announcements
                     if self._session_task is not None:

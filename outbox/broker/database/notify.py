@@ -78,14 +78,15 @@ def unlisten(run: Executor, channel: Channel) -> None:
 
 
 class Announcements:
-    """Notifications that arrive on one listening connection, also while the connection executes other statements."""
+    """Notifications that arrive on one listening connection, also while the connection executes other statements.
 
-    def __init__(self, connection: Connection) -> None:
+    On the channel `without_own`, those that this connection has sent itself are dropped.
+    """
+
+    def __init__(self, connection: Connection, *, without_own: str = "") -> None:
         self._pgconn = connection.pgconn
+        self._without_own = without_own
         self._arrived: dict[str, set[str]] = {}
-        self._others: set[str] = set()
-        # The channels on which another session has sent a notification that the last `wait` returned.
-        self.of_others: set[str] = set()
         self._poll = select.poll()
         self._poll.register(self._pgconn.socket, select.POLLIN)
         connection.add_notify_handler(
@@ -107,7 +108,6 @@ class Announcements:
             self._poll.poll(None if timeout is None else timeout * 1000)
             self._consume()
         arrived, self._arrived = self._arrived, {}
-        self.of_others, self._others = self._others, set()
         return arrived
 
     def pending(self, channel: str) -> bool:
@@ -115,12 +115,16 @@ class Announcements:
         self._consume()
         return channel in self._arrived
 
+    def discard(self, channel: str) -> None:
+        """Drop the notifications on a channel that have arrived since the last `wait`."""
+        self._consume()
+        self._arrived.pop(channel, None)
+
     def _consume(self) -> None:
         self._pgconn.consume_input()
         while notification := self._pgconn.notifies():
             self._add(notification.relname.decode(), notification.extra.decode(), notification.be_pid)
 
     def _add(self, channel: str, payload: str, sender: int) -> None:
-        if sender != self._pgconn.backend_pid:
-            self._others.add(channel)
-        self._arrived.setdefault(channel, set()).add(payload)
+        if channel != self._without_own or sender != self._pgconn.backend_pid:
+            self._arrived.setdefault(channel, set()).add(payload)

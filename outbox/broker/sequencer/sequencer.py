@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 # This statement calls an SQL function whose source is outbox/broker/schema/functions/make_tick.sql.
 _TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
-       due_count, next_due_seconds, nothing_due_before, met
+       due_count, next_due_seconds, nothing_due_before, grown, is_heard, met
 FROM {schema}.make_tick(
-    own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
+    own_life => %(life)s, own_instance => %(instance)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
     seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
     due_from => %(due_from)s, is_waiting => %(is_waiting)s, is_asking => %(is_asking)s,
@@ -51,16 +51,16 @@ FROM {schema}.make_tick(
     batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
-# If the tick has appended entries, this statement notifies the consumers. The sequencer executes the statement after
-# the COMMIT of the tick, in a separate transaction that does not wait for the disk. If the notification were part of
-# the tick's transaction, the commit of the tick would wait for all other commits with a notification. If few queues
-# have new entries, the notification contains their ids, so that only the owners of these queues fetch. The row of a
-# full tick has the heads of all queues, so the notification of a full tick contains no ids.
+# If the tick has appended entries and other consumer processes live, this statement notifies them. The sequencer
+# executes it after the COMMIT of the tick, in a separate transaction that does not wait for the disk. If the
+# notification were part of the tick's transaction, the commit of the tick would wait for all other commits with a
+# notification. If few queues have new entries, the notification contains their ids, so that only the owners of these
+# queues fetch. The row of a full tick has the heads of all queues, so its notification contains no ids.
 _ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
                                    THEN array_to_string(queue_ids, ' ') ELSE '' END)
-FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint + 1 AND appended > 0
+FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint AND appended > 0
 """)
 
 _ROLLBACK: Final = Statement("ROLLBACK")
@@ -163,7 +163,7 @@ class TickCounts:
     `scheduled`: messages stored for a later time. `due`: scheduled messages that became due and were processed. `more`:
     there is more work for the next tick now. `collided`: the sequencer did no work, because another leader was faster
     or the FIFO topics have changed. `next_due_seconds`: the time until the next scheduled message is due; None if there
-    is none.
+    is none. `grown`: the ids of the queues that may have new entries, as text; '' for any queue, None for none.
     """
 
     ticked: bool = False
@@ -176,6 +176,7 @@ class TickCounts:
     more: bool = False
     collided: bool = False
     next_due_seconds: float | None = None
+    grown: str | None = None
 
 
 @dataclass
@@ -197,30 +198,32 @@ _Seen: TypeAlias = tuple[str, int, int, str, UUID | None]
 class _Ticked:
     """The result of _TICK.
 
-    `met` has the log ids and keys of FIFO messages that the tick read as decided before this process had checked their
-    order.
+    `is_heard`: another consumer process has to learn of the new entries. `met` has the log ids and keys of FIFO
+    messages that the tick read as decided before this process had checked their order.
     """
 
     obstacle: str | None
     seen: str
     stored: str | None
     nothing_due_before: str
+    is_heard: bool
     met: list[tuple[int, Key]]
     counts: TickCounts
 
     @classmethod
     def parse(cls, row: Row) -> Self:
-        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, met = [
+        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, grown, is_heard, met = [
             None if one is None else one.decode() for one in row
         ]
         if obstacle is not None:
-            return cls(obstacle, "", None, "", [], TickCounts())
+            return cls(obstacle, "", None, "", False, [], TickCounts())
         decisions, appended, held, released, scheduled, due = [int(one or 0) for one in counts]
         return cls(
             None,
             seen or "",
             stored,
             nothing_due_before or "-infinity",
+            is_heard == "t",
             [(log_id, (topic_id, key)) for log_id, topic_id, key in json.loads(met or "[]")],
             TickCounts(
                 ticked=stored is not None,
@@ -232,6 +235,7 @@ class _Ticked:
                 due=due,
                 more=more == "t",
                 next_due_seconds=None if next_due_seconds is None else float(next_due_seconds),
+                grown=grown,
             ),
         )
 
@@ -348,15 +352,14 @@ class Sequencer:
         tick = self._append(trip, state, _Plan(), asks=asks)
         faults.point("sequencer.mid_tick")
         if not asks:
-            return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), _Plan())
+            return self._commit(trip, state, _Plan(), tick)
         ticked = _Ticked.parse(trip.finish()[tick][0])
         if not all(state.order.is_apart(*one) for one in ticked.met):
             trip.send(_ROLLBACK)
             trip.finish()
             raise _MustLook
         state.meets_fifo = bool(ticked.met) or not ticked.counts.decisions
-        self._commit(trip, state)
-        return self._advance(state, ticked, _Plan())
+        return self._commit(trip, state, _Plan(), tick, ticked)
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
         """Make a tick in two round trips with one snapshot.
@@ -378,7 +381,7 @@ class Sequencer:
         plan = self._plan(state, messages, self._released_by_parking(connection, state, newest_parked))
         faults.point("sequencer.mid_tick")
         tick = self._append(trip, state, plan)
-        return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), plan)
+        return self._commit(trip, state, plan, tick)
 
     def _begin(self, trip: RoundTrip) -> None:
         trip.send(BEGIN_REPEATABLE)
@@ -391,6 +394,7 @@ class Sequencer:
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
             "life": state.life.bytes.hex().encode(),
+            "instance": self._owner.bytes.hex().encode(),
             "fifo_topics": _array(state.fifo_topics) if state.fifo_topics else _EMPTY,
             "parked": state.newest_parked,
             "is_waiting": _BOOLEAN[not state.order.is_idle],
@@ -402,8 +406,12 @@ class Sequencer:
         }
         return trip.send(_TICK, parameters)
 
-    def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
-        """Commit the tick, execute the caller's statement, send the notification, and return all answers.
+    def _commit(
+        self, trip: RoundTrip, state: TickState, plan: _Plan, tick: int, ticked: _Ticked | None = None
+    ) -> TickCounts:
+        """Commit the tick, execute the caller's statement, and notify the other processes of new entries.
+
+        `tick`: the number of the statement in this round trip, unless an earlier one has returned `ticked`.
 
         If the notification fails, the consumers find the new entries at their next poll. The caller's statement comes
         first, because the notification is sent only at the end of the round trip. If the caller's statement fails, the
@@ -411,28 +419,38 @@ class Sequencer:
         """
         commit = trip.send(COMMIT)
         after = self._after.send(trip) if self._after is not None else None
-        announced = {
-            "tick_id": b"%d" % state.tick_id,
-            "channel": Channel.QUEUED.name_in(self._schema).encode(),
-            "names_queues": _BOOLEAN[state.names_queues],
-        }
-        announce = trip.send(_ANNOUNCE, announced)
+        announce = self._announce(trip, state, state.tick_id + 1) if state.is_heard else None
         found, error = trip.finish_all()
         if len(found) <= commit:
             raise error or psycopg.OperationalError("the connection ended during a tick")
-        if after is not None and len(found) > after:
-            self._answer = found[after]
-        elif after is not None:
+        is_cut = after is not None and len(found) <= after
+        if is_cut:
             logger.debug("the statement in the round trip of a tick failed: %s", error)
-            trip.send(_ANNOUNCE, announced)
-            announcement, error = trip.finish_all()
-            found += [[], *announcement]
-        if error is not None:
+        elif after is not None:
+            self._answer = found[after]
+        ticked = ticked or _Ticked.parse(found[tick][0])
+        counts = self._advance(state, ticked, plan)
+        if counts.grown is None:
+            return counts
+        if not state.names_queues:
+            counts = replace(counts, grown="")
+        is_announced = announce is not None and len(found) > announce
+        if ticked.is_heard and not is_announced and (announce is None or is_cut):
+            self._announce(trip, state, state.tick_id)
+            announced, error = trip.finish_all()
+            is_announced = bool(announced)
+        if ticked.is_heard and not is_announced:
             logger.debug("the notification of consumers about new entries was not sent: %s", error)
-            state.names_queues = False
-        elif found[announce]:
-            state.names_queues = True
-        return found
+        state.is_heard, state.names_queues = ticked.is_heard, is_announced or not ticked.is_heard
+        return counts
+
+    def _announce(self, trip: RoundTrip, state: TickState, tick_id: int) -> int:
+        values = {
+            "channel": Channel.QUEUED.name_in(self._schema).encode(),
+            "tick_id": b"%d" % tick_id,
+            "names_queues": _BOOLEAN[state.names_queues],
+        }
+        return trip.send(_ANNOUNCE, values)
 
     def _reading(self, state: TickState) -> dict[str, bytes | None]:
         return {

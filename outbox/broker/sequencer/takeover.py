@@ -165,8 +165,8 @@ class TickState:
     last look found FIFO messages that wait, or that may make other messages wait, so the next tick begins with a look.
     `meets_fifo`: the next tick may read FIFO messages. If the next tick reads FIFO messages while any message is open
     or held, the statement of the tick returns before it changes anything, so that this process can check the order.
-    `names_queues`: all entries of earlier ticks are announced, so the next notification names only the queues of its
-    own tick.
+    `names_queues`: the consumers know all entries of earlier ticks, so the next notification names only the queues of
+    its own tick. `is_heard`: when the last tick was made, another consumer process was alive.
     """
 
     tick_id: int
@@ -183,6 +183,7 @@ class TickState:
     is_entangled: bool = False
     meets_fifo: bool = False
     names_queues: bool = False
+    is_heard: bool = True
 
     def must_look(self, now: float) -> bool:
         """Return whether a look may release held messages even if the next tick finds no new message of their keys."""

@@ -11,7 +11,7 @@ from outbox.broker.database.notify import Announcements, Channel, listen
 from outbox.broker.database.sender import RoundTrip
 from outbox.broker.database.statement import Statement
 from outbox.broker.postgres import PostgresBroker
-from tests.broker.support import end, half, message, new_sequencer, queued_ids
+from tests.broker.support import another_consumer, end, half, message, new_sequencer, queued_ids
 from tests.round_trips import counted
 
 ENTRIES = Statement("SELECT count(*), %(id)s::uuid FROM {schema}.consume_queue")
@@ -85,6 +85,7 @@ def test_a_statement_that_fails_takes_nothing_of_the_tick(
 ) -> None:
     """The entries and the notification of the other consumers."""
     sequencer, asking = new_sequencer(database), Asking(BROKEN)
+    another_consumer(connection)
     with database.open(name="other") as other:
         other.autocommit = True
         listen(Executor(other, database.schema), Channel.QUEUED)
@@ -97,15 +98,51 @@ def test_a_statement_that_fails_takes_nothing_of_the_tick(
     assert asking.sent == 3 and asking.answers == []
 
 
-def test_notifications_of_other_sessions_are_told_apart(database: BrokerDatabase, connection: BrokerConnection) -> None:
-    announcements = Announcements(connection)
+def test_a_tick_notifies_only_if_another_consumer_lives(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sequencer = new_sequencer(database)
+    another_consumer(connection, lives_seconds=-1.0)
+    with database.open(name="other") as other:
+        other.autocommit = True
+        listen(Executor(other, database.schema), Channel.QUEUED)
+        announcements = Announcements(other)
+
+        def grown() -> str | None:
+            broker.send([message(key="k")])
+            return sequencer.run_once(connection).grown
+
+        def announced() -> set[str]:
+            """What has arrived; the notification of the same session comes last."""
+            connection.execute("NOTIFY outbox_queued, 'last'")
+            found: set[str] = set()
+            while "last" not in found:
+                found |= announcements.wait(5)["outbox_queued"]
+            return found - {"last"}
+
+        assert grown() == "", "the entries of an earlier leader may not be known"
+        [(queue_id,)] = connection.execute("SELECT DISTINCT queue_id FROM outbox.consume_queue").fetchall()
+        assert announced() == {""}, "the first tick cannot know it, so it asks the server to notify"
+        assert grown() == str(queue_id) and announced() == set()
+        assert sequencer.run_once(connection).grown is None
+        another_consumer(connection)
+        assert grown() == str(queue_id) and announced() == {str(queue_id)}, "although the tick before did not notify"
+        connection.execute("UPDATE outbox.consumer SET expires_at = now()")
+        assert grown() == str(queue_id) and announced() == {str(queue_id)}
+        assert grown() == str(queue_id) and announced() == set()
+
+
+def test_own_notifications_are_dropped_on_the_channel_that_says_so(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    announcements = Announcements(connection, without_own="two")
     connection.execute("LISTEN one; LISTEN two")
-    connection.execute("NOTIFY one")
+    connection.execute("NOTIFY one; NOTIFY two")
+    assert set(announcements.wait(5)) == {"one"}
     with database.open(name="other") as other:
         other.autocommit = True
         other.execute("NOTIFY two")
+    assert set(announcements.wait(5)) == {"two"}
     connection.execute("NOTIFY one")
-    arrived = announcements.wait(5)
-    assert set(arrived) == {"one", "two"} and announcements.of_others == {"two"}
-    connection.execute("NOTIFY two")
-    assert set(announcements.wait(5)) == {"two"} and announcements.of_others == set()
+    announcements.discard("one")
+    assert announcements.wait(0) == {}

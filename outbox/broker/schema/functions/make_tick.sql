@@ -9,6 +9,7 @@
 --   order       there are FIFO messages: the caller first looks at them and names those that must wait
 CREATE OR REPLACE FUNCTION make_tick(
     own_life        uuid,
+    own_instance    uuid,
     last_tick       bigint,
     own_incarnation integer,
     -- The transactions that the last tick could not see: from `seen_xmax` on, and those of `seen_xip`.
@@ -48,6 +49,10 @@ CREATE OR REPLACE FUNCTION make_tick(
     OUT due_count        bigint,
     OUT next_due_seconds double precision,
     OUT nothing_due_before timestamptz,
+    -- The ids of the queues with new entries; '' if there are more than 50, null if there are none.
+    OUT grown            text,
+    -- Whether another consumer process lives than the caller's, which has to learn of the new entries.
+    OUT is_heard         boolean,
     -- The FIFO messages decided here while any are open or held, as [log_id, topic_id, key], for a caller that is
     -- asking. It must not commit if one of them has to wait or other messages waited for it. Null for none.
     OUT met              json
@@ -216,6 +221,11 @@ BEGIN
         SELECT coalesce(sum(entries), 0), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head + entries), '{}')
         INTO appended_count, moved_queues, moved_heads
         FROM head;
+        IF moved_queues <> '{}' THEN
+            grown := CASE WHEN cardinality(moved_queues) <= 50 THEN array_to_string(moved_queues, ' ') ELSE '' END;
+            -- A process that joins after this snapshot looks at its queues as soon as it gets them.
+            is_heard := EXISTS (SELECT FROM consumer WHERE instance_id <> own_instance AND expires_at > now());
+        END IF;
     END IF;
     -- The others are to be delivered later.
     IF appended_count < cardinality(decided) + cardinality(waited) + cardinality(retried) THEN
