@@ -799,6 +799,7 @@ def _publish_atomic(
             begin(raw)
         # From now on, a transaction that the driver's own commit() or rollback() has ended is noticed.
         watch.is_begun = True
+        watch.written += 1
         rows = current.catalog.prepare(raw, messages, transactional=True)
         keys: list[tuple[str, str]] = []
         for row in rows:
