@@ -113,16 +113,27 @@ class Log:
     ) -> Transaction:
         """Store messages as one transaction. The transaction is due for a check at `immune_until`.
 
-        If the messages are stored already, change nothing.
+        Messages that are stored already are not stored again. Raises InvalidMessage if the transaction would not be the
+        one of these messages.
         """
-        known = self._entries.get(messages[0].message_id)
-        if known is not None:
-            return known.transaction
+        first = messages[0].message_id
+        known = {one.message_id: self._entries[one.message_id] for one in messages if one.message_id in self._entries}
+        if (first in known and len(known) < len({one.message_id for one in messages})) or (
+            half is not None and any(entry.transaction.transaction_id != first for entry in known.values())
+        ):
+            raise InvalidMessage(
+                f"message {next(iter(known))} was sent before, in a call with other messages: send the same messages "
+                "again, or give new messages new ids. No message of this call was stored."
+            )
+        if first in known:
+            return known[first].transaction
         transaction = Transaction(
             messages[0].message_id, half, self._now(), immune_until or self._now(), due_at=immune_until
         )
         self._transactions[transaction.transaction_id] = transaction
         for message in messages:
+            if message.message_id in self._entries:
+                continue
             if message.delay is not None:
                 message = replace(message, deliver_at=self._now() + message.delay, delay=None)
             # Neither the publisher nor a handler can change the stored message.

@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from psycopg import errors as pg
 
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, reached_server
@@ -87,6 +88,35 @@ def test_unknown_topics_are_created_where_that_is_allowed(
     assert len(queued_ids(connection, "fresh")) == 2
     # A topic of a committed transaction is remembered.
     assert "fresh" in catalog._known
+
+
+def test_a_topic_that_a_restore_took_away_takes_no_message(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    """The process still remembers the topic. No queue would get the message, and nothing would report it."""
+    kept = message("plain")
+    broker.send([message(), kept])
+    # As in a dump from before the topic was created.
+    connection.execute(
+        "DELETE FROM outbox.queue WHERE topic_id IN (SELECT topic_id FROM outbox.topic WHERE name = 'orders')"
+    )
+    connection.execute("DELETE FROM outbox.topic WHERE name = 'orders'")
+    ways: list[Callable[[], object]] = [
+        lambda: broker.send([message()]),
+        lambda: broker.send([message("plain"), message()]),
+        lambda: broker.send([message(), message()]),
+        lambda: broker.send_half(half()),
+        lambda: broker.send_half(half(message("ordered", key="k"), message())),
+    ]
+    for way in ways:
+        with pytest.raises(SendFailed, match="cannot be delivered"):
+            way()
+    run = Executor(connection, "outbox")
+    for several in ([message()], [message("ordered", key="k"), message()]):
+        with pytest.raises(pg.InvalidParameterValue, match="cannot be delivered"), connection.transaction():
+            commit_log.append_decided(run, broker.catalog, several, transactional=True)
+    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (2,)
+    assert broker.send([kept])[0].position is not None
 
 
 def test_topic_types_are_enforced(broker: PostgresBroker) -> None:

@@ -91,6 +91,23 @@ def test_outside_of_a_transaction_a_task_is_sent_at_once(shop: Project) -> None:
     assert _stored(shop) == [("shop.tasks.send_invoice",)]
 
 
+def test_a_name_that_cannot_be_a_tag_is_left_out(shop: Project) -> None:
+    """Celery takes any text as the name of a task."""
+    names = ["send mail", "a|b", "n" * 128]
+    shop.write("shop/tasks.py", "".join(f"\nshared_task(name={name!r})(send_invoice.run)\n" for name in names))
+    shop.python(
+        f"""
+        from django.db import transaction
+        from shop.celery import app
+
+        with transaction.atomic():
+            for name in {names!r}:
+                app.send_task(name, ("A-1",))
+        """
+    )
+    assert _stored(shop) == [("",)] * 3
+
+
 def test_a_retry_is_not_rolled_back_with_its_block(shop: Project) -> None:
     # A group that replaces a task becomes a chord, which needs one.
     shop.write("shop/settings.py", "CELERY_RESULT_BACKEND = 'cache+memory://'\n")

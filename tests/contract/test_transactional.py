@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from outbox.checkback import CheckBack
-from outbox.errors import (
-    MessageTypeMismatch,
-    UnknownTopic,
-)
+from outbox.errors import InvalidMessage, MessageTypeMismatch, UnknownTopic
 from outbox.message import Message
 from outbox.transaction import Answer, Check, Decision, EndStatus, EndTransaction, HalfTransaction
 from tests.contract.benches import GROUP, Bench
@@ -226,6 +223,18 @@ def test_resent_plain_message_is_stored_once(bench: Bench) -> None:
     receipts = bench.broker.send(batch)
     assert bench.broker.send(batch) == receipts
     assert len(bench.visible("orders")) == 2
+
+
+def test_a_message_is_stored_once_whatever_is_sent_with_it(bench: Bench) -> None:
+    old, new, twice = message(1), message(2), message(3)
+    bench.broker.send([old])
+    with pytest.raises(InvalidMessage, match="sent before"):
+        bench.broker.send([old, new])
+    with pytest.raises(InvalidMessage):
+        bench.broker.send_half(half(message(4), old))
+    for sent in ([new, old], [twice, twice]):
+        assert [one.message_id for one in bench.broker.send(sent)] == [one.message_id for one in sent]
+    assert sorted(one.body for one in bench.visible("orders")) == [b'{"n":1}', b'{"n":2}', b'{"n":3}']
 
 
 def test_a_refused_half_is_an_error(bench: Bench) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import shlex
+import unittest
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import getsource
@@ -22,6 +23,7 @@ from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import models, transaction
+from django.test import TestCase
 from django.utils import timezone
 
 from outbox import hooks
@@ -45,12 +47,13 @@ from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.unique import Unique
 from outbox.contrib.unique.models import UniqueKey
 from outbox.erased import ERASED
-from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody
+from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody, UsageError
 from outbox.message import Delivery
 from spark.cli import parser
 from tests.django.broker_world import World, new_world
 from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.shop.models import Order
+from tests.django.state import stored
 from tests.django.support import sequence
 from tests.restores import dump, reload_rows
 
@@ -515,6 +518,44 @@ def test_a_message_whose_key_is_missing_waits(outbox_settings: Callable[..., Non
         delete_key("--key-id", str(row.key_id))
         consume()
         assert (seen, troubles(world)) == (["erased"], [(0, 0, 0)])
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_a_key_is_not_made_in_a_transaction_that_may_roll_back() -> None:
+    def publish_in_a_block() -> None:
+        with transaction.atomic():
+            publish("orders", {}, Subject("anna"), key="1", using="default")
+
+    with transaction.atomic(using="other"), pytest.raises(UsageError, match="in a transaction on 'other'"):
+        publish_in_a_block()
+    transaction.set_autocommit(False, using="other")
+    try:
+        with pytest.raises(UsageError, match="in a transaction on 'other'"):
+            publish_in_a_block()
+    finally:
+        transaction.rollback(using="other")
+        transaction.set_autocommit(True, using="other")
+    publish_in_a_block()
+    assert len(stored()) == 1
+
+
+class Undone(TestCase):
+    """Makes a key in a test, whose end removes the key."""
+
+    __test__ = False
+    databases = {"other"}  # noqa: RUF012
+
+    def runTest(self) -> None:
+        self.key = subject_keys().key_for("anna")
+        assert subject_keys().key_for("anna") == self.key
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_a_key_of_an_earlier_test_is_forgotten() -> None:
+    first, second, result = Undone(), Undone(), unittest.TestResult()
+    unittest.TestSuite([first, second]).run(result)
+    assert result.wasSuccessful(), result.errors + result.failures
+    assert first.key != second.key
 
 
 @pytest.mark.usefixtures("encrypting")

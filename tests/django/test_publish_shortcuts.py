@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -16,13 +17,16 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
+from psycopg.conninfo import conninfo_to_dict
 
 from outbox.contrib.django import get_broker, publish
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import current_engine, reset_broker
 from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.errors import ConfigurationError, InvalidMessage
 from outbox.topic import MessageType
-from tests.django.state import decisions
+from tests.django.conftest import _point_alias
+from tests.django.state import decisions, stored
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "empty_log")
 
@@ -173,3 +177,31 @@ def test_another_encoding_of_the_session_is_noticed(path: str) -> None:
     finally:
         connections["default"].close()
     assert decisions() == {"é1": "C", "é2": "C"}
+
+
+def test_two_aliases_that_differ_only_in_their_service_have_paths_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries of DATABASES have no other value; the first publish call proves the path of its alias only."""
+    aliases = ("default", "broker")
+    services = [
+        "\n".join(
+            [f"[{alias}]", *(f"{name}={value}" for name, value in conninfo_to_dict(alias_conninfo(alias)).items())]
+        )
+        for alias in aliases
+    ]
+    (tmp_path / "services").write_text("\n".join(services))
+    monkeypatch.setenv("PGSERVICEFILE", str(tmp_path / "services"))
+    nothing = dict.fromkeys(("NAME", "HOST", "PORT", "USER", "PASSWORD"), "")
+    before = {alias: dict(connections.settings[alias]) for alias in aliases}
+    try:
+        for alias in aliases:
+            _point_alias(alias, {**nothing, "OPTIONS": {"service": alias}})
+        for alias in reversed(aliases):
+            with transaction.atomic(using=alias):
+                publish("orders", {}, key=alias, using=alias)
+        assert {one.key: one.half for one in stored()} == {"broker": False, "default": True}
+    finally:
+        reset_broker()
+        for alias, entry in before.items():
+            _point_alias(alias, entry)

@@ -88,6 +88,33 @@ def test_a_lost_end_is_answered_by_check_back_for_all_of_them() -> None:
     assert set(decisions().values()) == {"C"}
 
 
+@transactional_message(messages=lambda given: [given])
+def place_given(given: Message, *, fail: bool = False) -> None:
+    Order.objects.create(number=given.key)
+    if fail:
+        raise Refused
+
+
+def test_a_message_that_a_failed_call_got_may_be_published_by_the_next_call() -> None:
+    """The report of the rollback has no answer. Here it would arrive when the second call has committed."""
+    given = message("orders", {}, key="g")
+    with psycopg.connect(alias_conninfo("broker")) as slow:
+        slow.execute("LOCK TABLE outbox.op_log IN SHARE MODE")
+        with pytest.raises(Refused):
+            place_given(given, fail=True)
+        place_given(given)
+    assert decisions() == {"g": "C"}
+    assert Order.objects.count() == 1
+
+
+def test_a_message_that_a_failed_call_got_is_rolled_back_by_check_back() -> None:
+    with pytest.raises(Refused):
+        place_given(message("orders", {}, key="g"), fail=True)
+    flush(within_seconds=5)
+    assert run_check_back().rolled_back == 1
+    assert decisions() == {"g": "R"}
+
+
 def test_none_at_all_is_a_transaction_without_messages(path: str) -> None:
     @transactional_message(messages=list)
     def early() -> None:

@@ -271,6 +271,19 @@ def test_writing_to_another_database_ends_the_sharing() -> None:
     assert "another database" in more.ended[0]
 
 
+def test_a_message_that_belongs_to_another_database_ends_the_sharing() -> None:
+    """It is visible at once. If the common transaction failed, the handler would publish it again."""
+
+    def send(given: Delivery) -> None:
+        with transaction.atomic(using="broker"):
+            publish("orders", {}, key="sent", using="broker")
+
+    handle_with(send)
+    results, more = share(*deliveries("a", "b"))
+    assert results == [HANDLED]
+    assert "another database" in more.ended[0]
+
+
 def test_reading_from_another_database_does_not_end_the_sharing() -> None:
     handle_with(lambda given: Effect.objects.using("other").count())
     assert share(*deliveries("a", "b"))[0] == [HANDLED] * 2

@@ -39,6 +39,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     here   broker;
     is_own boolean;
+    -- Other topics are refused, as in append_one.
+    known  CONSTANT integer[] := ARRAY(SELECT topic.topic_id FROM topic);
 BEGIN
     IF (half OR producer_group <> '') AND NOT may_publish_for(producer_group) THEN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
@@ -61,7 +63,7 @@ BEGIN
                    CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
                              AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
                              AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE
-                             AND coalesce(given.topic_id, one_topic) > 0 AND (given.shard >= 0) IS NOT FALSE
+                             AND coalesce(given.topic_id, one_topic) = ANY (known) AND (given.shard >= 0) IS NOT FALSE
                              AND length(given.key) <= 255 AND length(coalesce(given.tag, one_tag)) <= 127
                              AND length(coalesce(given.content_type, one_type)) <= 255
                              AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'
@@ -90,7 +92,7 @@ BEGIN
                    CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
                              AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
                              AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE
-                             AND coalesce(given.topic_id, one_topic) > 0 AND (given.shard >= 0) IS NOT FALSE
+                             AND coalesce(given.topic_id, one_topic) = ANY (known) AND (given.shard >= 0) IS NOT FALSE
                              AND length(given.key) <= 255 AND length(coalesce(given.tag, one_tag)) <= 127
                              AND length(coalesce(given.content_type, one_type)) <= 255
                              AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'

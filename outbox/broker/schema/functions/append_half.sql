@@ -26,9 +26,11 @@ BEGIN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
             USING ERRCODE = 'insufficient_privilege';
     END IF;
-    IF NOT born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
+    -- As in append_one.
+    PERFORM FROM topic WHERE topic.topic_id = append_half.topic_id;
+    IF NOT FOUND OR NOT born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
        OR NOT deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
-       OR NOT delay_seconds BETWEEN 0 AND 2e11 OR topic_id < 1 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
+       OR NOT delay_seconds BETWEEN 0 AND 2e11 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
        OR length(content_type) > 255 OR content_type ~ '[[:cntrl:]]' OR jsonb_typeof(headers) <> 'object' THEN
         PERFORM refuse_undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
     END IF;

@@ -1,6 +1,7 @@
 -- Store one message together with the decision COMMIT, and return which database of which server this is. Without a
 -- `log_id` nothing was stored: the message id is stored already, or the operator has switched transactional messages
--- off.
+-- off. A process may remember a topic from before a restore that took it away, and then its id: no queue would get the
+-- message, so it is refused.
 --
 -- A function, because connections of applications prepare nothing, and planning the statement takes longer than running
 -- it. The session keeps the plans of a function. It runs with the rights of its owner, so that a publisher needs no
@@ -32,13 +33,13 @@ BEGIN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
             USING ERRCODE = 'insufficient_privilege';
     END IF;
-    IF NOT born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
+    SELECT broker.* INTO here FROM broker JOIN topic ON topic.topic_id = append_one.topic_id;
+    IF NOT FOUND OR NOT born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
        OR NOT deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
-       OR NOT delay_seconds BETWEEN 0 AND 2e11 OR topic_id < 1 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
+       OR NOT delay_seconds BETWEEN 0 AND 2e11 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
        OR length(content_type) > 255 OR content_type ~ '[[:cntrl:]]' OR jsonb_typeof(headers) <> 'object' THEN
         PERFORM refuse_undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
     END IF;
-    SELECT * INTO STRICT here FROM broker;
     started_at := extract(epoch FROM pg_postmaster_start_time())::numeric;
     database := current_database();
     IF transactional AND here.reject_transactional THEN

@@ -20,6 +20,7 @@ BEGIN
         '% characters, content type %, headers of the type %, born at %, to be delivered at %', message_id, topic_id,
         shard, length(key), length(tag), quote_nullable(left(content_type, 80)), jsonb_typeof(headers), born_at, deliver_at
         USING ERRCODE = 'invalid_parameter_value',
-              HINT = 'Times are within the years 1 to 9999, a key has up to 255 characters, a tag up to 127, a content '
+              HINT = 'The broker has a topic with this id (after a restore, processes read the topics again within 30 '
+                     's). Times are within the years 1 to 9999, a key has up to 255 characters, a tag up to 127, a content '
                      'type up to 255 without control characters. Headers are an object, a shard is not negative.';
 END $$;

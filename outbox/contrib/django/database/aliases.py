@@ -188,7 +188,8 @@ def place_named_by(alias: str) -> tuple[object, ...]:
     # would take longer.
     entry = connections.settings.get(alias) or _alias(alias).settings_dict
     role = entry["OPTIONS"].get("assume_role")
-    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role
+    # The options of two aliases may lead to two databases although the other values are the same (a service file).
+    return alias, entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role
 
 
 def _alias(alias: str) -> BaseDatabaseWrapper:

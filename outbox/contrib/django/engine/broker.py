@@ -129,9 +129,10 @@ def current_engine() -> CurrentEngine:
         if not current.has_database:
             return current
         # The alias may lead to another database than before, as in a test run.
-        entry = connections.settings.get(current.settings.broker)
+        alias = current.settings.broker
+        entry = connections.settings.get(alias)
         if entry is not None and current.place == (
-            *(entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]),
+            *(alias, entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]),
             entry["OPTIONS"].get("assume_role"),
         ):
             return current

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, TypeVar
 from uuid import uuid5
 
@@ -15,9 +15,9 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.settings.conf import get_settings, imported, tasks_topic
 from outbox.contrib.django.subscribers.registry import Subscriber, register, subscriber
-from outbox.errors import ConfigurationError, TransactionUsageError
+from outbox.errors import ConfigurationError, InvalidName, TransactionUsageError
 from outbox.message import Delivery
-from outbox.names import MAX_TAG
+from outbox.names import check_tag
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 
@@ -72,7 +72,10 @@ class TransactionalTask(RecordedTask):
                 "would send the call to Celery. Set OUTBOX['CELERY_APP'] to the dotted path of the app, for example "
                 "'shop.celery.app', and run `manage.py migrate`, which creates the topic of the calls."
             )
-        tag = name if len(name) <= MAX_TAG else ""
+        # Celery takes any text as the name of a task. The tag only serves those who look at the messages.
+        tag = ""
+        with suppress(InvalidName):
+            tag = check_tag(name)
         publish(
             tasks_topic(settings), recorded, tag=tag, headers={"task_id": recorded["headers"]["id"]}, using=self.using
         )

@@ -9,8 +9,8 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar, cast, overload
 from uuid import UUID
 
@@ -676,11 +676,18 @@ class _Block:
 
     connection: BaseDatabaseWrapper
     published: Published | None = None
+    began_at: datetime = field(default_factory=functools.partial(datetime.now, UTC))
 
     def report_rollback(self) -> None:
         """Report the rollback to the broker, if the broker has a half message of the block."""
-        if self.published is not None and self.published.half is not None:
-            report_rollback(self.connection, self.published.half, self.published.xid)
+        if self.published is None or (half := self.published.half) is None:
+            return
+        if half.messages[0].born_at > self.began_at:
+            report_rollback(self.connection, half, self.published.xid)
+        else:
+            # The caller has this message, and may publish it again. The report has no answer, so it could arrive during
+            # that call and decide its transaction. The barrier of check-back decides either one or the other.
+            get_broker().hint_one_way(half.transaction_id)
 
 
 def _default_alias() -> str:

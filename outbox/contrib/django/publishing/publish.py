@@ -799,6 +799,7 @@ def _publish_atomic(
             begin(raw)
         # From now on, a transaction that the driver's own commit() or rollback() has ended is noticed.
         watch.is_begun = True
+        watch.written += 1
         rows = current.catalog.prepare(raw, messages, transactional=True)
         keys: list[tuple[str, str]] = []
         for row in rows:
@@ -919,12 +920,21 @@ def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator
         yield
 
 
-def _lock_declared_keys(connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message]) -> None:
-    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic."""
+def _lock_declared_keys(
+    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], *, is_atomic: bool = False
+) -> None:
+    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic.
+
+    On the atomic path, the open transaction may have created a topic. Another connection would wait for its end.
+    """
     keys: list[tuple[str, str]] = []
     for item in messages:
-        declared = current.settings.topics.get(item.topic)
-        topic = current.broker_to_use().topic(item.topic) if declared is None else declared.topic
+        if (declared := current.settings.topics.get(item.topic)) is not None:
+            topic = declared.topic
+        elif is_atomic:
+            topic = current.catalog.get(connection.connection, item.topic).topic
+        else:
+            topic = current.broker_to_use().topic(item.topic)
         if topic.key_lock and topic.is_fifo:
             keys.append((item.topic, item.key))
     if keys:
@@ -1082,7 +1092,7 @@ def _publish_admitted(
     The FIFO keys are locked first. If they were locked after what an option locks, this transaction could hold the lock
     of the option and wait for a FIFO key, while the transaction with the FIFO key waits for the lock of the option.
     """
-    _lock_declared_keys(connection, current, messages)
+    _lock_declared_keys(connection, current, messages, is_atomic=path is not _publish_two_phase)
     if watch.traces is not None:
         watch.traces.has_key_locks = True
     duplicates = _duplicates(connection, messages)
