@@ -29,7 +29,7 @@ from outbox.broker.operations.conditions import (
 from outbox.broker.operations.summary import Overview
 from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.django.actions.cells import readable, retried_topic, words
-from outbox.contrib.django.actions.listing import Button
+from outbox.contrib.django.actions.declaration import Button
 from outbox.contrib.django.operations.known_conditions import catalogue
 
 Catalogue = Mapping[str, DeclaredCondition[Any]]
@@ -148,7 +148,7 @@ def _remedies(shown: Shown, fact: Fact) -> Iterator[Button]:
     for one in shown.remedies:
         given = _filled(one.fields, fact)
         if all(given.values()):
-            yield Button(one.action, one.label.format(**given), one.tone, given)
+            yield Button(one.label.format(**given), one.tone, given, one.action)
 
 
 def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
