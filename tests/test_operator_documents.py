@@ -34,6 +34,7 @@ PAGES = [*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND]
 CODE = [path for folder in ("outbox", "spark", "sample_project") for path in sorted((ROOT / folder).rglob("*.py"))]
 # What a reader fills in.
 PLACEHOLDERS = {"ID": str(uuid.uuid4()), "GROUP": "billing", "TOPIC": "orders", "NAME": "partner", "TIME": "2026-01-01"}
+PLACEHOLDERS |= {"ALIAS": "broker"}
 ALL = sorted(
     {(str(one), one) for page in PAGES for one in commands(page)}
     | {(str(one), one) for page in FOR_OPERATORS for one in commands_in_sentences(page)}

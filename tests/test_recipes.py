@@ -17,6 +17,8 @@ import pytest
 from django.utils.module_loading import import_string
 
 from outbox import hooks
+from outbox.contrib.console.urls import LISTED
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
 from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import EngineName
@@ -29,7 +31,7 @@ from tests.test_conformance import functions
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = ["a column to the log", "a condition", "an operator action", "a sink", "a setting", "an engine"]
-RECIPES += ["a subscriber option", "a column to a listing", "a part"]
+RECIPES += ["a subscriber option", "a listing, or a column to one", "a part"]
 
 # It has the methods of the port of consuming, but receives foreign messages.
 BESIDE = {"Receiver"}
@@ -161,30 +163,27 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 
 
 def test_every_action_has_its_case_and_its_button() -> None:
-    django = ROOT / "outbox" / "contrib" / "django"
-    parts = [path for path in (ROOT / "outbox" / "contrib").glob("*/*.py") if path.parent != django]
-    sources = [*sorted((django / "actions").glob("*.py")), *sorted(parts)]
-    declared = {}
-    for path in sources:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "action":
-                given = {item.arg: ast.unparse(item.value) for item in node.keywords}
-                declared[ast.literal_eval(node.args[0])] = given
-    assert len(declared) >= 15
+    assert len(ACTIONS) >= 15
     folder = ROOT / "tests" / "django"
     cases = "\n".join(path.read_text("utf-8") for path in (folder / "test_actions.py", *folder.glob("cases_of_*.py")))
     tested = re.findall(r'^ *@case\(\s*"(\w+)"', cases, re.MULTILINE)
-    assert set(tested) == set(declared) and len(tested) == len(declared)
-    console = ROOT / "outbox" / "contrib" / "console"
+    assert set(tested) == set(ACTIONS) and len(tested) == len(ACTIONS)
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("templates/**/*.html"))
-    buttons = set(re.findall(r"(?:% act |% action_form )\"(\w+)", pages))
-    # The page of a group has a form for each action that declares a section.
-    buttons |= {name for name, given in declared.items() if "section" in given}
-    for path in (*sources, *(console / "views").glob("*.py")):
-        buttons |= set(re.findall(r"\bButton\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
-    offered = {name for name, given in declared.items() if given.get("permission") != "None"}
+    listings = {one.name: one for one in (*LISTED, *LISTINGS.values())}
+    places = {*listings, *(f"{name} selected" for name, one in listings.items() if one.choice)}
+    places |= set(re.findall(r"{% buttons \"([\w ]+)\"", pages))
+    assert {place for one in ACTIONS.values() for place in one.buttons} <= places, "no template has such a place"
+    assert {one.form.listing for one in ACTIONS.values() if one.form} <= {one.name for one in LISTED if one.address}
+    shown = {name for name, one in ACTIONS.items() if one.buttons or one.section or one.form}
+    offered = {name for name, one in ACTIONS.items() if one.permission is not None}
     # The page's button for it is `decide`, with the decision rollback.
-    assert buttons == offered - {"abort"}
+    assert shown == offered - {"abort"}
+
+
+def test_a_template_names_no_action() -> None:
+    """So a page works without the parts whose buttons it has."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("templates/**/*.html"))
+    assert re.findall(r"% action_form \"|act_\w", pages.replace("'outbox:act_'|add:one.action", "")) == []
 
 
 # -- a sink, an engine -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import psycopg
@@ -98,8 +98,23 @@ def new_world(change_settings: Callable[..., None]) -> Iterator[World]:
 
 Fault = Callable[[World], None]
 FAULTS: dict[str, Fault] = {}
+# What the status says of each.
+SEVERITIES: dict[str, str] = {}
 
 
-def fault(inject: Fault) -> Fault:
-    FAULTS[inject.__name__] = inject
-    return inject
+def fault(
+    severity: Literal["warning", "critical"], *, storms: Sequence[str] = (), seconds: float = 0
+) -> Callable[[Fault], Fault]:
+    """Declare a fault that causes the condition of its name, with this severity.
+
+    `storms`: what may cause the condition in a storm, too, and `seconds`: for how long after that. The checker of the
+    storms reads both (`tests/oracle/checker.py`), so they are literals.
+    """
+    assert bool(storms) == bool(seconds)
+
+    def add(inject: Fault) -> Fault:
+        FAULTS[inject.__name__] = inject
+        SEVERITIES[inject.__name__] = severity
+        return inject
+
+    return add

@@ -27,32 +27,32 @@ from tests.django.conftest import point_alias
 from tests.django.support import sequence
 
 
-@fault
+@fault("critical", storms=("away",), seconds=20)
 def unreachable(world: World) -> None:
     """The broker's database is down."""
     point_alias("broker", NOWHERE)
 
 
-@fault
+@fault("critical")
 def schema_version(world: World) -> None:
     """A newer version of the code has changed the tables so that this one cannot use them."""
     world.sql("UPDATE outbox.schema_version SET minimum_code = 99")
 
 
-@fault
+@fault("critical", storms=("away", "deaths"), seconds=45)
 def no_sequencer(world: World) -> None:
     """Every broker process is stopped."""
     world.sql("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
 
 
-@fault
+@fault("critical")
 def part_missing(world: World) -> None:
     """The only service with a part of the leader runs no worker, or has turned the part off."""
     world.sql("INSERT INTO outbox.schema_version (name, version, leads) VALUES ('greetings', 1, true)")
     world.sql("UPDATE outbox.leader_lease SET lacks = '{greetings}', stands_in = true")
 
 
-@fault
+@fault("critical", storms=("away",), seconds=90)
 def process_failing(world: World) -> None:
     """A process leads, and the server refuses its statements."""
     note = FailureNote(broker_database(), ProcessPart.SEQUENCING)
@@ -61,7 +61,7 @@ def process_failing(world: World) -> None:
             world.sql("SELECT outbox.tick_v0()")
 
 
-@fault
+@fault("warning", storms=("away", "deaths"), seconds=45)
 def ticks_late(world: World) -> None:
     """A process leads, but does not sequence messages."""
     publish("orders", {}, key="unread", at_once=True)
@@ -69,14 +69,14 @@ def ticks_late(world: World) -> None:
     world.age(30)
 
 
-@fault
+@fault("warning", storms=("away", "deaths"), seconds=60)
 def summary_late(world: World) -> None:
     """A process leads, but does not refresh the summary."""
     summary.refresh(world.run)
     world.sql("UPDATE outbox.summary SET at = at - interval '1 hour'")
 
 
-@fault
+@fault("critical", storms=("away", "deaths"), seconds=60)
 def check_back_late(world: World) -> None:
     """No process runs check-back of a service."""
     [check_back] = [one for one in passes() if one.name == CHECK_BACK]
@@ -84,14 +84,14 @@ def check_back_late(world: World) -> None:
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
 
 
-@fault
+@fault("warning")
 def unanswered(world: World) -> None:
     """A producer died in a transaction, and its service does not start again."""
     world.half()
     world.age(300)
 
 
-@fault
+@fault("warning")
 def parked(world: World) -> None:
     """Check-back cannot find out the outcome of a transaction."""
     world.half()
@@ -102,7 +102,7 @@ def parked(world: World) -> None:
         get_broker().report_answers("shop", answers)
 
 
-@fault
+@fault("critical")
 def contradicted(world: World) -> None:
     """Processes report a commit and a rollback of the same transaction."""
     world.half()
@@ -111,13 +111,13 @@ def contradicted(world: World) -> None:
         get_broker().end([EndTransaction(transaction_id=transaction_id, decision=decision, producer_group="shop")])
 
 
-@fault
+@fault("warning")
 def refused(world: World) -> None:
     """A process reports the commit of an unknown transaction."""
     get_broker().end([EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="shop")])
 
 
-@fault
+@fault("critical")
 def wrong_ledger(world: World) -> None:
     """The ledger is emptied while a transaction is undecided."""
     world.half()
@@ -126,7 +126,7 @@ def wrong_ledger(world: World) -> None:
     run_check_back()
 
 
-@fault
+@fault("warning")
 def checker_disagrees(world: World) -> None:
     """A look-up function contradicts the ledger."""
     world.half()
@@ -135,7 +135,7 @@ def checker_disagrees(world: World) -> None:
     get_broker().report_answers("shop", [said])
 
 
-@fault
+@fault("warning")
 def transaction_open(world: World) -> None:
     """A session leaves its transaction open."""
     world.limits(TRANSACTION_SECONDS=(0, None))
@@ -144,7 +144,7 @@ def transaction_open(world: World) -> None:
     session.execute("SELECT pg_current_xact_id()")
 
 
-@fault
+@fault("critical")
 def lock_held(world: World) -> None:
     """A migration locks a table for writers and readers."""
     session = world.session("a migration")
@@ -152,7 +152,7 @@ def lock_held(world: World) -> None:
     session.execute("LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE")
 
 
-@fault
+@fault("warning")
 def open_since_resync(world: World) -> None:
     """A publishing transaction is open across a restore."""
     session = world.session("a forgotten one")
@@ -163,13 +163,13 @@ def open_since_resync(world: World) -> None:
     world.sql("INSERT INTO outbox.resync VALUES (2, 'restored', pg_current_snapshot())")
 
 
-@fault
+@fault("warning")
 def space(world: World) -> None:
     """The broker's tables become larger than the threshold."""
     world.limits(SPACE_BYTES=(1, None))
 
 
-@fault
+@fault("warning")
 def replica_lag(world: World) -> None:
     """A replica is gone, and its replication slot keeps WAL."""
     world.limits(REPLICA_LAG_BYTES=(0, None))
@@ -178,7 +178,7 @@ def replica_lag(world: World) -> None:
     world.stack.callback(world.sql, "SELECT pg_drop_replication_slot(%s)", name)
 
 
-@fault
+@fault("critical")
 def path_flipped(world: World) -> None:
     """The alias of the broker has an open connection to another database, as after an unfinished failover."""
     connections["default"].ensure_connection()
@@ -190,7 +190,7 @@ def path_flipped(world: World) -> None:
     world.change_settings(BROKER="broker")
 
 
-@fault
+@fault("critical")
 def not_conserved(world: World) -> None:
     """A queue entry is deleted by hand."""
     world.publish(2)
@@ -198,7 +198,7 @@ def not_conserved(world: World) -> None:
     assert audit.run_once(world.run).differences
 
 
-@fault
+@fault("critical", storms=("restore of the broker",), seconds=9000)
 def lost_messages(world: World) -> None:
     """The broker's database is restored to a time before a message was stored."""
     with transaction.atomic():
@@ -209,7 +209,7 @@ def lost_messages(world: World) -> None:
     assert run_compare().lost_messages == 1
 
 
-@fault
+@fault("critical")
 def lost_commits(world: World) -> None:
     """The application's database is restored to a time before a transaction whose message was queued."""
     with transaction.atomic():
@@ -223,7 +223,7 @@ def lost_commits(world: World) -> None:
     assert run_compare().lost_commits == 1
 
 
-@fault
+@fault("warning")
 def rejecting(world: World) -> None:
     """An operator sets the broker to refuse transactional messages, and does not end this."""
     switch_transactional(True)

@@ -24,7 +24,7 @@ def block_a_key() -> None:
     consumer_runtime(groups=["effects"]).run_once()
 
 
-@fault
+@fault("warning")
 def blocked_key(world: World) -> None:
     """A handler fails for good on a message, and later messages of its key wait."""
     world.limits(BLOCKED_KEY_SECONDS=[0, None])

@@ -19,7 +19,7 @@ class Known:
     """What the workers know of the event `known`."""
 
 
-@fault
+@fault("warning")
 def unknown_version(world: World) -> None:
     """Newer code than that of the workers publishes an event."""
     world.stack.enter_context(declaration.restored())

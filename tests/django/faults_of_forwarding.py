@@ -7,7 +7,7 @@ from tests.django.broker_world import World, fault
 from tests.sinks.receiver import SECRET, Answer, serving
 
 
-@fault
+@fault("warning")
 def endpoint_disabled(world: World) -> None:
     """An endpoint of FORWARD answers 410."""
     with serving(lambda _: Answer(410)) as port:

@@ -29,14 +29,14 @@ from tests.django.support import sequence
 from tests.support import eventually
 
 
-@fault
+@fault("critical", storms=("away", "deaths"), seconds=45)
 def no_worker(world: World) -> None:
     """Messages wait for a subscribed group, but the group has no process."""
     world.subscribe()
     world.publish()
 
 
-@fault
+@fault("warning", storms=("away", "deaths"), seconds=120)
 def lag(world: World) -> None:
     """Messages wait for two minutes."""
     world.subscribe()
@@ -44,7 +44,7 @@ def lag(world: World) -> None:
     world.age(120)
 
 
-@fault
+@fault("warning")
 def topic_near_limit(world: World) -> None:
     """A group is behind by nine tenths of what the topic allows."""
     world.sql("UPDATE outbox.topic SET backlog_limit = 10 WHERE name = 'orders'")
@@ -52,7 +52,7 @@ def topic_near_limit(world: World) -> None:
     world.publish(9)
 
 
-@fault
+@fault("critical")
 def topic_over_limit(world: World) -> None:
     """A group is further behind than the topic allows, so the topic takes no messages."""
     world.sql("UPDATE outbox.topic SET backlog_limit = 2 WHERE name = 'orders'")
@@ -60,7 +60,7 @@ def topic_over_limit(world: World) -> None:
     world.publish(3)
 
 
-@fault
+@fault("critical", storms=("away", "deaths"), seconds=120)
 def blocked_queue(world: World) -> None:
     """An ordered handler fails on the same message again and again."""
 
@@ -80,7 +80,7 @@ def blocked_queue(world: World) -> None:
         thread.join(20)
 
 
-@fault
+@fault("critical")
 def stopped_queue(world: World) -> None:
     """A handler's policy stops its queue."""
 
@@ -92,7 +92,7 @@ def stopped_queue(world: World) -> None:
     consumer_runtime(groups=["strict"]).run_once()
 
 
-@fault
+@fault("warning")
 def group_paused(world: World) -> None:
     """An operator pauses a group and does not resume it."""
     world.subscribe()
@@ -108,20 +108,20 @@ def kill(world: World, until: str) -> None:
         eventually(lambda: world.sql(until), within_seconds=120, what="the deaths of consumer processes")
 
 
-@fault
+@fault("critical", storms=("away", "deaths"), seconds=700)
 def crash_loop(world: World) -> None:
     """A process dies three times in ten minutes."""
     kill(world, "SELECT 1 FROM outbox.incident WHERE kind = 'process_died' HAVING count(*) >= 3")
 
 
-@fault
+@fault("critical", storms=("deaths", "crash of the server"), seconds=300)
 def quarantined(world: World) -> None:
     """A message kills the process that handles it."""
     # Once among others, once alone; the third death alone would end it, seconds later.
     kill(world, "SELECT 1 FROM outbox.quarantined_message WHERE deaths > 0")
 
 
-@fault
+@fault("warning")
 def hung_handlers(world: World) -> None:
     """A handler never returns."""
     world.subscribe()
@@ -132,7 +132,7 @@ def hung_handlers(world: World) -> None:
     deaths.record(broker_database(), ChildDeath(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
 
 
-@fault
+@fault("warning", storms=("away",), seconds=120)
 def outage(world: World) -> None:
     """A service that a handler needs is down."""
 
@@ -149,7 +149,7 @@ def outage(world: World) -> None:
     eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
 
 
-@fault
+@fault("critical", storms=("away",), seconds=90)
 def connections_refused(world: World) -> None:
     """The handlers need a database whose role may open no further connection."""
     role = f"full_{os.getpid()}"
@@ -170,7 +170,7 @@ def connections_refused(world: World) -> None:
     assert world.sql("SELECT count(*) FROM outbox.failure") == [(0,)], "no attempt was used up"
 
 
-@fault
+@fault("warning")
 def dead_letters(world: World) -> None:
     """A handler fails for good, and its message becomes a dead letter."""
 
@@ -182,7 +182,7 @@ def dead_letters(world: World) -> None:
     consumer_runtime(groups=["effects"]).run_once()
 
 
-@fault
+@fault("critical", storms=("away",), seconds=600)
 def retry_storm(world: World) -> None:
     """A handler fails on every message, and each message is sent back for another attempt."""
 
@@ -198,7 +198,7 @@ def retry_storm(world: World) -> None:
     summary.refresh(world.run)
 
 
-@fault
+@fault("critical")
 def retention_behind(world: World) -> None:
     """No process removes old consumed messages."""
 
@@ -211,13 +211,13 @@ def retention_behind(world: World) -> None:
     world.age(5 * 24 * 3600)
 
 
-@fault
+@fault("warning")
 def pruning_behind(world: World) -> None:
     """The ledgers and inboxes of a service were last pruned two days ago."""
     run_prune(now=datetime.now(UTC) - timedelta(days=2))
 
 
-@fault
+@fault("critical")
 def expired(world: World) -> None:
     """A group does not run for a longer time than messages are kept."""
     world.subscribe()
@@ -226,7 +226,7 @@ def expired(world: World) -> None:
     assert retention.run_once(world.run, settings=RetentionSettings(hard_cap_seconds=1)).expired
 
 
-@fault
+@fault("critical")
 def lost_effects(world: World) -> None:
     """The handlers' database is restored to a time before a message was handled."""
 

@@ -12,7 +12,7 @@ from tests.django.broker_world import World, fault
 from tests.support import eventually
 
 
-@fault
+@fault("warning")
 def limit_binding(world: World) -> None:
     """A limit is too low for the messages of a subscription."""
     world.limits(LIMIT_SECONDS=[0.5, None])

@@ -6,7 +6,7 @@ from outbox.contrib.receiving.running import ReceiverHeartbeat
 from tests.django.broker_world import World, fault
 
 
-@fault
+@fault("critical")
 def receiver_late(world: World) -> None:
     """A receiver is stopped, or its source does not answer."""
     ReceiverHeartbeat("partner").note()

@@ -6,7 +6,7 @@ from tests.django.broker_world import World, fault
 from tests.django.repairs import lost, save_finding
 
 
-@fault
+@fault("critical")
 def reconciliation_findings(world: World) -> None:
     """A reconciliation has found a row without a message, and its result was saved."""
     save_finding(lost("7"))

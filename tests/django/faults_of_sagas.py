@@ -12,7 +12,7 @@ from tests.django.broker_world import World, fault
 from tests.django.shop.models import Effect
 
 
-@fault
+@fault("warning", storms=("restore of the broker",), seconds=9000)
 def saga_stalled(world: World) -> None:
     """The broker has lost the message of a saga's step."""
     Saga("booking", Effect, topic="bookings")

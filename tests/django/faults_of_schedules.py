@@ -10,7 +10,7 @@ from outbox.contrib.schedules.schedule import Schedule, declare
 from tests.django.broker_world import World, fault
 
 
-@fault
+@fault("critical")
 def schedule_late(world: World) -> None:
     """The topic of a schedule does not exist, or the leader cannot publish."""
     late = Schedule(producer_group="shop", name="report", topic="missing", expression="0 * * * *")

@@ -11,7 +11,7 @@ from tests.django.broker_world import World, fault
 from tests.django.shop import tasks
 
 
-@fault
+@fault("warning")
 def task_stranded(world: World) -> None:
     """The broker has lost the message of a Django task."""
     entry = TaskEntry.objects.get(pk=tasks.note.enqueue("1").id)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from outbox.broker.operations.conditions import Condition, Shown, Threshold
+from outbox.broker.operations.conditions import NO_LIST, Condition, Shown, Threshold
 from outbox.contrib.django.operations import known_conditions
 
 
@@ -19,7 +19,7 @@ class Given:
     found: Callable[[], Iterable[Condition]]
     thresholds: tuple[Threshold, ...] = ()
     subject: tuple[str, ...] = ("saga",)
-    shown: Shown = field(default_factory=Shown)
+    shown: Shown = NO_LIST
 
     def evaluate(self, state: Any) -> list[Condition]:
         return list(self.found())

@@ -21,7 +21,7 @@ from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import look, probe
-from tests.django.broker_world import FAULTS, World, new_world
+from tests.django.broker_world import FAULTS, SEVERITIES, World, new_world
 from tests.django.operators import ALL, client_of, make_user
 from tests.house.alerts import ALERTS, alert_name
 from tests.part_apps import has
@@ -46,22 +46,6 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
         yield world
     for model in (OperatorAction, User):
         model.objects.all().delete()
-
-
-# A fault of the others is a warning.
-CRITICAL = {"unreachable", "schema_version", "no_sequencer", "process_failing", "check_back_late", "receiver_late"}
-CRITICAL |= {"schedule_late", "contradicted", "wrong_ledger", "no_worker", "blocked_queue", "stopped_queue"}
-CRITICAL |= {"connections_refused", "part_missing"}
-CRITICAL |= {"crash_loop", "quarantined", "retry_storm", "retention_behind", "expired", "lock_held"}
-CRITICAL |= {
-    "reconciliation_findings",
-    "path_flipped",
-    "not_conserved",
-    "lost_messages",
-    "lost_commits",
-    "lost_effects",
-    "topic_over_limit",
-}
 
 
 def status(*arguments: str) -> tuple[int, str]:
@@ -108,8 +92,8 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str) -
     code, found = stated()
     assert name in found, sorted(found)
     assert found[name]["count"] >= 1 and (found[name]["evidence"] or name == "rejecting")
-    assert found[name]["severity"] == ("critical" if name in CRITICAL else "warning")
-    assert catalogue()[name].concern.pages or name not in CRITICAL
+    assert found[name]["severity"] == SEVERITIES[name]
+    assert catalogue()[name].concern.pages or SEVERITIES[name] == "warning"
     assert code == max({"warning": 1, "critical": 2}[one["severity"]] for one in found.values())
 
 
@@ -141,7 +125,6 @@ def test_every_surface_shows_the_same_conditions(world: World) -> None:
     seen = Client().get("/outbox/status/", headers={"Authorization": "Bearer s3cret"})
     assert seen.status_code == 503
     shown = {one["name"]: one for one in seen.json()["conditions"]}
-    assert catalogue()[name].concern.pages or name not in CRITICAL
     page = words(operator.get("/outbox/").content.decode()) if has("console") else ""
     scraped = samples(import_module("outbox.contrib.prometheus.serving").render().decode()) if has("prometheus") else {}
     assert set(found) == set(shown)
@@ -169,7 +152,7 @@ def test_every_condition_fires_its_alert(tmp_path: Path) -> None:
     samples: dict[str, float] = {}
     fired = {}
     for name, kind in catalogue().items():
-        severity = "critical" if name in CRITICAL else "warning"
+        severity = SEVERITIES[name]
         samples[f'outbox_condition{{name="{name}"}}'] = int(Severity[severity.upper()])
         said = {"summary": kind.meaning, "description": kind.next_step}
         fired[alert_name(name)] = [{"exp_labels": {"name": name, "severity": severity}, "exp_annotations": said}]

@@ -1,6 +1,6 @@
 """What users see, as one text: names, commands with their arguments, settings, tables, conditions, pages.
 
-surface.txt holds it. After a deliberate change, told in CHANGELOG.md, `python -m tests.house.surface` writes it anew.
+surface.txt holds it. After a deliberate change, told in CHANGELOG.md, `python -m tests.house.tables` writes it anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outbox.contrib.prometheus.urls import urlpatterns as of_prometheus
 from tests.house.tables import SETTINGS, thresholds
 from tests.part_apps import app_of, command_files
 
-SURFACE: Final = Path(__file__).parent / "surface.txt"
+SURFACE: Final[Path] = Path(__file__).parent / "surface.txt"
 # Options that every command of Django has.
 _OF_DJANGO: Final = set(ArgumentParser(formatter_class=DjangoHelpFormatter)._option_string_actions) | {
     *("--version", "-v", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color"),
@@ -116,7 +116,3 @@ def _tables() -> Iterator[str]:
     for name, body in re.findall(r"^CREATE (?:UNLOGGED )?TABLE (\w+) \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL):
         columns = re.findall(r"^    ([a-z_]\w*) ", body, re.MULTILINE)
         yield f"{name}: {', '.join(columns)}"
-
-
-if __name__ == "__main__":
-    SURFACE.write_text(surface(), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Writes the tables of settings, options, conditions and commands in the documents from the code, and the alerts.
+"""Writes what is made from the code: tables of the documents, alerts, and the snapshot of what users see.
 
-`python -m tests.house.tables` rewrites the tables in docs/, and the alert rules and the dashboard that the package
-ships. A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
+`python -m tests.house.tables` rewrites the tables and lists in docs/, the alert rules and the dashboard that the
+package ships, and surface.txt. A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from posixpath import relpath
 from typing import Any, Final
 
 from tests.django import configured  # isort: skip
 
 from outbox import hooks
-from outbox.broker.operations.conditions import Concern, Threshold
+from outbox.broker.operations.conditions import Concern, Symptom, Threshold
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
@@ -51,6 +53,8 @@ AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
 # The keys of OUTBOX: those of the core, and those of the parts.
 SETTINGS: Final = (OutboxSettings, *hooks.settings.values())
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w. ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+# A page that a next step names.
+_PAGE: Final = re.compile(r"\bdocs/([\w/-]+)\.md#?([\w-]*)")
 _UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
 
 
@@ -162,8 +166,43 @@ def _limit(value: float | None, unit: str) -> str:
 
 
 def _conditions() -> str:
-    rows = ((f"`{name}`", one.meaning, one.next_step) for name, one in sorted(catalogue().items()))
+    rows = (
+        (f"`{name}`", one.meaning, f"[{one.symptom}](../operations/index.md#{_words_of(one.symptom, '-').lower()})")
+        for name, one in sorted(catalogue().items())
+    )
     return _table(("condition", "meaning", "next step"), rows)
+
+
+def _steps(symptom: Symptom) -> str:
+    """The next steps of a section of docs/operations/index.md, with links and complete commands."""
+    lines = []
+    for name, one in sorted(catalogue().items()):
+        if one.symptom is symptom:
+            step = one.next_step.replace("`outbox_", "`manage.py outbox_")
+            lines.append(f"- `{name}`: {_PAGE.sub(_linked, step)}\n")
+    return "".join(lines)
+
+
+def _linked(found: re.Match[str]) -> str:
+    page, anchor = found.groups()
+    title = _words_of(anchor or page.removesuffix("/index").rpartition("/")[2], " ")
+    return f"[{title}]({relpath(page, 'operations')}.md{anchor and '#'}{anchor})"
+
+
+def _words_of(text: str, between: str) -> str:
+    return re.sub("[ -]", between, text)
+
+
+def _buttons() -> str:
+    """The conditions with a button, or with a link to the form of an action; those with the same ones in one row."""
+    rows: dict[str, list[str]] = {}
+    for name, one in sorted(catalogue().items()):
+        labels = [re.sub(r"{(\w+)}", r"the \1", button.label) for button in one.shown.remedies]
+        if one.shown.settled is not None and one.shown.settled.section in ACTIONS:
+            labels.append(f"{one.shown.settled.link} (a form)")
+        if labels:
+            rows.setdefault(", ".join(labels), []).append(f"`{name}`")
+    return _table(("condition", "buttons"), ((", ".join(names), labels) for labels, names in rows.items()))
 
 
 def _concerns(header: str, *, pages: bool) -> str:
@@ -198,6 +237,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "subscriber options": _subscriber,
     "thresholds": _thresholds,
     "conditions": _conditions,
+    "buttons of conditions": _buttons,
+    **{f"next steps {symptom.name}": partial(_steps, symptom) for symptom in Symptom},
     "alerts that page": partial(_concerns, "critical pages, because", pages=True),
     "alerts for tickets": partial(_concerns, "never critical with the default thresholds: a ticket", pages=False),
     "setting words": partial(_words, *SETTINGS),
@@ -224,3 +265,7 @@ if __name__ == "__main__":
     for page in write(ROOT / "docs"):
         sys.stdout.write(f"{page}\n")
     alerts.write()
+    # It imports this module.
+    from tests.house import surface
+
+    surface.SURFACE.write_text(surface.surface(), encoding="utf-8")

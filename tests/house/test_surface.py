@@ -12,5 +12,5 @@ def test_what_users_see_is_as_written() -> None:
     changed = [*unified_diff(written, surface().splitlines(), "surface.txt", "the code", n=0, lineterm="")]
     assert not changed, (
         "names, commands, settings, tables, conditions or pages differ: if that is wanted, tell it in CHANGELOG.md and "
-        "run `python -m tests.house.surface`\n" + "\n".join(changed)
+        "run `python -m tests.house.tables`\n" + "\n".join(changed)
     )

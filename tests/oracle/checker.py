@@ -6,11 +6,13 @@ was killed between its act and its line) claims nothing.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Line = dict[str, Any]
@@ -255,28 +257,33 @@ def conserved(history: History) -> Found:
 
 # -- the truth of the status ------------------------------------------------------------------------------------
 
-_AWAY = {"crash of the server", "sessions exhausted", "sessions ended", "connections cut"}
-_RESTORES = {"restore", "restore of the broker"}
-_DEATHS = {"kill", "kill worker", "freeze", "dump"} | _RESTORES
-# Which faults explain a condition, and for how many seconds. A condition that is not here is never so in a storm.
-EXPLAINED: dict[str, tuple[set[str], float]] = {
-    "unreachable": (_AWAY, 20),
-    "no_sequencer": (_AWAY | _DEATHS, 45),
-    "no_worker": (_AWAY | _DEATHS, 45),
-    "ticks_late": (_AWAY | _DEATHS, 45),
-    "summary_late": (_AWAY | _DEATHS, 60),
-    "check_back_late": (_AWAY | _DEATHS, 60),
-    "process_failing": (_AWAY, 90),
-    "connections_refused": (_AWAY, 90),
-    "lag": (_AWAY | _DEATHS, 120),
-    "crash_loop": (_AWAY | _DEATHS, 700),
-    "quarantined": (_DEATHS | {"crash of the server"}, 300),
-    "outage": (_AWAY, 120),
-    "retry_storm": (_AWAY, 600),
-    "blocked_queue": (_AWAY | _DEATHS, 120),
-    "lost_messages": ({"restore of the broker"}, 9000),
-    "saga_stalled": ({"restore of the broker"}, 9000),
+# Faults that a `@fault` names together.
+_TOGETHER = {
+    "away": {"crash of the server", "sessions exhausted", "sessions ended", "connections cut"},
+    "deaths": {"kill", "kill worker", "freeze", "dump", "restore", "restore of the broker"},
 }
+_FAULTS = Path(__file__).resolve().parent.parent / "django"
+
+
+def explained() -> dict[str, tuple[set[str], float]]:
+    """Which faults of a storm explain a condition, and for how many seconds.
+
+    Each `@fault` of tests/django says it. These files are read and not imported, because they import the insides of
+    the product. A condition that is not here is never so in a storm.
+    """
+    found = {}
+    for path in sorted(_FAULTS.glob("faults*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (one for one in tree.body if isinstance(one, ast.FunctionDef)):
+            for call in function.decorator_list:
+                given = {one.arg: ast.literal_eval(one.value) for one in getattr(call, "keywords", ())}
+                if "storms" in given:
+                    kinds = set().union(*(_TOGETHER.get(one, {one}) for one in given["storms"]))
+                    found[function.name] = (kinds, given["seconds"])
+    return found
+
+
+EXPLAINED = explained()
 
 
 def conditions(line: Line) -> list[Line]:

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from typing import Any, Final, LiteralString
 
 from psycopg import sql
@@ -59,7 +58,6 @@ TEXT: Final = Type(25, str.encode, bytes.decode)
 OID: Final = Type(26, struct.Struct("!I").pack, int)
 FLOAT8: Final = Type(701, struct.Struct("!d").pack, float)
 TIMESTAMPTZ: Final = Type(1184, _dump_time)
-NUMERIC: Final = Type(1700, load=lambda text: Decimal(text.decode()))
 UUID_: Final = Type(2950, operator.attrgetter("bytes"), lambda text: uuid.UUID(text.decode()))
 
 

@@ -19,6 +19,7 @@ from outbox.broker.operations.conditions import (
     BY_ERROR,
     EVIDENCE,
     INCIDENTS,
+    NO_LIST,
     OF_GROUP,
     PAUSE,
     RESUME,
@@ -33,6 +34,7 @@ from outbox.broker.operations.conditions import (
     Remedy,
     Severity,
     Shown,
+    Symptom,
     Threshold,
     Thresholds,
     fact_of,
@@ -58,15 +60,19 @@ UNREACHABLE: Final = CONDITIONS.add(
         meaning="The broker's database does not answer. On the two-phase path, publishing fails.",
         next_step="Check that the broker's PostgreSQL server runs. Check the connection in DATABASES.",
         concern=Concern.PUBLISHING,
+        symptom=Symptom.PUBLISHING,
+        shown=NO_LIST,
     )
 )
 SCHEMA_VERSION: Final = CONDITIONS.add(
     DeclaredCondition(
         name="schema_version",
         meaning="The version of the broker's tables does not fit the version of this code.",
-        next_step="The evidence says what to upgrade: the tables with `manage.py migrate --database=ALIAS` (the "
-        "broker's alias), or the code.",
+        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "
+        "--database ALIAS` with the broker's alias. For the code, upgrade the package.",
         concern=Concern.PUBLISHING,
+        symptom=Symptom.START,
+        shown=NO_LIST,
     )
 )
 
@@ -88,9 +94,11 @@ def _outages(run: Executor) -> list[dict[str, Any]]:
 @CONDITIONS.declare(
     meaning="The database server refuses connections, because their number has reached a limit. Messages wait, and "
     "web processes may fail.",
-    next_step="Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web "
-    "processes), or raise the limit. `manage.py outbox_doctor` adds up the sessions.",
+    next_step="Let processes open fewer sessions (docs/operations/connections.md#too-many-connections), or raise the "
+    "limit. `outbox_doctor` adds up the sessions. If the server refuses it, too, run it with the login of a superuser: "
+    "PostgreSQL reserves sessions for superusers. Workers continue by themselves.",
     concern=Concern.PUBLISHING,
+    symptom=Symptom.PUBLISHING,
     shown=Shown(listed=WORKERS),
 )
 def connections_refused(state: BrokerState) -> Iterator[Judged]:
@@ -111,6 +119,7 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
     next_step="Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a "
     "pooler), or restart the process with the older version of its code. The log of the process has the whole error.",
     concern=Concern.WAITING,
+    symptom=Symptom.START,
     subject=("failing",),
     shown=Shown(listed=WORKERS, figure="Workers"),
 )
@@ -131,6 +140,7 @@ NO_SEQUENCER_SECONDS: Final = Threshold(
     "consumer gets them.",
     next_step="Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(NO_SEQUENCER_SECONDS,),
     shown=Shown(listed=WORKERS, figure="Sequencer"),
 )
@@ -147,9 +157,10 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
 @CONDITIONS.declare(
     meaning="The leader lacks a part (an app) whose tables are on this broker, and no process with the part runs. "
     "Messages are delivered, but the leader's work for the part is not done.",
-    next_step="Start a worker of a service that has the part's app in INSTALLED_APPS, or add the app to this service. "
-    "If no service needs the part, `manage.py outbox_install --drop --part PART` drops its tables.",
+    next_step="Start a worker of a service with the part, or add the part's app to INSTALLED_APPS of this service. If "
+    "no service needs the part any more, drop its tables (docs/operations/upgrade.md#remove-a-part).",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     subject=("part",),
     shown=Shown(listed=WORKERS),
 )
@@ -178,6 +189,7 @@ TICK_LATE_SECONDS: Final = Threshold(
     meaning="Decided or due messages have waited too long for the sequencer.",
     next_step="Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(TICK_LATE_SECONDS,),
     shown=Shown(listed=WORKERS, figure="Sequencer"),
 )
@@ -204,6 +216,7 @@ def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> 
     "longer.",
     next_step="Check the log of the broker process. The leader may be a worker of an older version.",
     concern=Concern.PASSING,
+    symptom=Symptom.WAITING,
     shown=Shown(listed=WORKERS),
 )
 def summary_late(state: BrokerState) -> Iterator[Judged]:
@@ -245,6 +258,7 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
     next_step="Start `celery worker --outbox` or `outbox_worker` in the service of this producer group. If a worker "
     "runs, its log says why check-back or pruning fails.",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("pass",),
     shown=Shown(listed=Place("undecided", "Undecided transactions"), figure="Undecided"),
@@ -255,9 +269,11 @@ def check_back_late(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="In the last audit, an equation did not hold: messages may be lost or duplicated.",
-    next_step="Run `outbox_audit` again to confirm the result. Examine the newest messages with `outbox_message "
-    "show`, or all messages with `outbox-reconcile run`.",
+    next_step="Run `outbox_audit` again to confirm the result. `outbox_message show ID` examines the newest messages, "
+    "a reconciliation all messages (docs/reconciliation/index.md).",
     concern=Concern.LOSS,
+    symptom=Symptom.MISSING,
+    shown=NO_LIST,
 )
 def not_conserved(state: BrokerState) -> Iterator[Judged]:
     if (last := audit.last(state.run)) is not None:
@@ -269,7 +285,8 @@ def not_conserved(state: BrokerState) -> Iterator[Judged]:
     meaning="An operator has switched off the publishing of transactional messages.",
     next_step="To switch publishing on again, run `outbox_transaction accept`.",
     concern=Concern.ON_PURPOSE,
-    shown=Shown(remedies=(Remedy("accept", "Accept messages again …", "good"),)),
+    symptom=Symptom.PUBLISHING,
+    shown=Shown(listed=None, remedies=(Remedy("accept", "Accept messages again …", "good"),)),
 )
 def rejecting(state: BrokerState) -> Iterator[Judged]:
     if state.once(leadership).is_rejecting:
@@ -365,9 +382,11 @@ def settle_incidents(run: Executor, names: Iterable[str]) -> int:
 
 @CONDITIONS.declare(
     meaning="After a transaction was decided, a process reported the opposite outcome. The first decision stays valid.",
-    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services have "
-    "the same PRODUCER_GROUP. Then run `outbox_audit settle --condition contradicted`.",
+    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
+    "one producer group, or whether the broker was restored. Then run `outbox_audit settle --condition contradicted` "
+    "(docs/operations/monitoring.md#when-a-condition-ends).",
     concern=Concern.LOSS,
+    symptom=Symptom.UNDECIDED,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
 )
@@ -380,6 +399,7 @@ def contradicted(state: BrokerState) -> Counted:
     next_step="Check whether two services have the same PRODUCER_GROUP, and whether the broker's database was "
     "restored. Then run `outbox_audit settle --condition refused`.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.UNDECIDED,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
 )
@@ -390,9 +410,10 @@ def refused(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="Check-back cannot use the ledger that a half message names: the ledger was emptied, was pruned past the "
     "message, or belongs to another service.",
-    next_step="Point the database alias to the database with this ledger. If the ledger is gone, decide the "
-    "transactions with `outbox_transaction decide --force`.",
+    next_step="Point the database alias to the right database. If the ledger is gone, look at the business rows, then "
+    "decide each transaction with `outbox_transaction decide ID commit --force`, or `rollback`.",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS, figure="Undecided"),
 )
@@ -405,6 +426,7 @@ def wrong_ledger(state: BrokerState) -> Counted:
     next_step="Fix the function. Compare the business row with the output of `outbox_message show ID`. Then run "
     "`outbox_audit settle --condition checker_disagrees`.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.UNDECIDED,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
 )
@@ -414,9 +436,10 @@ def checker_disagrees(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Retention removed messages that a group had not consumed.",
-    next_step="Find out why the group did not consume these messages. `outbox-reconcile run` lists them. Then run "
-    "`outbox_audit settle --condition expired`.",
+    next_step="Find out why the group did not consume the removed messages. A reconciliation lists them "
+    "(docs/reconciliation/index.md). Then run `outbox_audit settle --condition expired`.",
     concern=Concern.LOSS,
+    symptom=Symptom.DISK,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
 )
@@ -427,9 +450,10 @@ def expired(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="A database connection of a process no longer reaches the broker's database, so publishing through this "
     "connection fails.",
-    next_step="Finish the failover: the connection and the broker's alias must lead to the same primary. If the "
-    "broker moved for good, restart the process. Then run `outbox_audit settle --condition path_flipped`.",
+    next_step="Finish the failover (docs/operations/restore.md#fail-over). If the broker moved for good, restart the "
+    "process. Then run `outbox_audit settle --condition path_flipped`.",
     concern=Concern.PUBLISHING,
+    symptom=Symptom.PUBLISHING,
     subject=("subject",),
     shown=Shown(listed=INCIDENTS),
 )
@@ -474,9 +498,11 @@ def reset_command(one: DatabaseComparison) -> str:
     meaning="The application has committed transactions that the broker does not know: a restore or a failover lost "
     "their messages.",
     next_step="Reconcile the time span of the evidence, and publish the lost messages again from the business rows "
-    "(docs/reconciliation/findings.md). Then run `outbox_audit settle`.",
+    "(docs/operations/restore.md#restore). Then run `outbox_audit settle`.",
     concern=Concern.LOSS,
+    symptom=Symptom.RESTORED,
     subject=("database",),
+    shown=NO_LIST,
 )
 def lost_messages(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.LEDGER)
@@ -485,10 +511,13 @@ def lost_messages(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="The broker delivered messages whose transactions are missing in the application's database, because this "
     "database was restored.",
-    next_step="If there is a newer copy of the database, restore this copy. Otherwise compensate the messages by "
-    "hand: `outbox-reconcile run` lists those without a row. Then run `outbox_audit settle`.",
+    next_step="If there is a newer copy of the database, restore this copy. If there is no newer copy, a "
+    "reconciliation lists the messages without a row (docs/operations/restore.md#restore). Finally, run `outbox_audit "
+    "settle`.",
     concern=Concern.LOSS,
+    symptom=Symptom.RESTORED,
     subject=("database",),
+    shown=NO_LIST,
 )
 def lost_commits(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.DECISION)
@@ -496,11 +525,12 @@ def lost_commits(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Groups have handled messages whose effects are now missing, because the handlers' database was restored.",
-    next_step="Run the `outbox_group reset` command of the evidence. The broker then delivers these messages again, "
-    "and the inbox skips messages that it knows.",
+    next_step="Run the command of the evidence, which resets the group. The broker then delivers the messages again, "
+    "and the inbox skips the messages that it knows.",
     concern=Concern.LOSS,
+    symptom=Symptom.RESTORED,
     subject=("database",),
-    shown=Shown(settled=Place("group", "Reset …", OF_GROUP, "reset")),
+    shown=Shown(listed=None, settled=Place("group", "Reset …", OF_GROUP, "reset")),
 )
 def lost_effects(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.INBOX)
@@ -526,9 +556,10 @@ UNANSWERED_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="No process of a producer group answers check-back, so its half messages stay undecided.",
-    next_step="Start a worker of the service that has this PRODUCER_GROUP. If the service is gone for good, decide "
-    "its half messages with `outbox_transaction decide`.",
+    next_step="Start a worker of the service that published the messages; its log says why checks fail. If the service "
+    "is gone for good, decide each transaction: `outbox_transaction decide ID rollback`.",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
     thresholds=(UNANSWERED_SECONDS,),
     shown=Shown(
         listed=Place("undecided", "Undecided transactions"),
@@ -566,9 +597,11 @@ PARKED_MESSAGES: Final = Threshold("parked_messages", 1, 100, "messages", "parke
 @CONDITIONS.declare(
     meaning="Check-back could not find the outcome of these transactions within its limits. On FIFO topics, they "
     "block their keys.",
-    next_step="`outbox_message show ID` shows the answers of all checks. Decide with `outbox_transaction decide ID "
-    "commit` or `outbox_transaction decide ID rollback`, which ask the ledger first.",
+    next_step="`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` or "
+    "`outbox_transaction decide ID rollback` asks the ledger, then decides "
+    "(docs/operations/messages.md#undecided-and-parked-transactions).",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
     thresholds=(PARKED_MESSAGES,),
     shown=Shown(
         listed=Place("undecided", "Parked transactions", {"parked": "=yes"}),
@@ -620,9 +653,11 @@ ORDER BY age_seconds DESC NULLS LAST
 @CONDITIONS.declare(
     meaning="A publishing transaction has been open since before a restore, failover or upgrade. Its messages wait "
     "until it ends; other messages do not wait.",
-    next_step="If no program needs the transaction any more, end its session. If the transaction commits, its "
-    "messages are delivered.",
+    next_step="If no program needs the transaction any more, end its session. If the transaction commits, the broker "
+    "delivers its messages.",
     concern=Concern.PASSING,
+    symptom=Symptom.UNDECIDED,
+    shown=NO_LIST,
 )
 def open_since_resync(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.WARNING, fact) for fact in state.facts(_OPEN_SINCE_RESYNC)]
@@ -661,8 +696,10 @@ NO_WORKER_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="A group subscribes to topics, but no consumer of the group runs.",
-    next_step="Start a worker of the group's service with CONSUMER_PROCESSES above 0.",
+    next_step="Start a worker of the group's service with CONSUMER_PROCESSES above 0. If the group is gone for good, "
+    "delete it (docs/operations/messages.md#rename-or-delete-a-group).",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(NO_WORKER_SECONDS,),
     shown=Shown(listed=Place("groups", "Groups without a worker", {"state": "=unattended"}), figure="Workers"),
 )
@@ -722,9 +759,12 @@ def worse(*severities: Severity | None) -> Severity | None:
 
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
-    next_step="Add consumers, or fix the slow or blocked handler: `outbox_group offsets GROUP` shows which queues are "
-    "behind. If the evidence names a limit, the messages wait for this limit, which you can raise.",
+    next_step="If the evidence names a limit, the group waits for this limit: raise it if the service behind the "
+    "handler allows it. If the evidence names no limit, add consumers, or fix the slow or blocked handler "
+    "(docs/operations/deploy.md#scale). `outbox_group offsets GROUP` shows which queues are behind: if only one is, a "
+    "failing message blocks it.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
     shown=Shown(
         listed=Place("groups", "Groups that are behind", {"state": "=behind"}),
@@ -739,8 +779,10 @@ def lag(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="A group is paused, and messages wait for it.",
-    next_step="When the reason for the pause is gone, run `outbox_group resume GROUP`.",
+    next_step="The audit says who paused the group and why (docs/operations/page.md#audit). When the reason is gone, "
+    "run `outbox_group resume GROUP`.",
     concern=Concern.ON_PURPOSE,
+    symptom=Symptom.STOPPED,
     shown=Shown(listed=Place("groups", "Paused groups", {"state": "=paused"}), remedies=(RESUME,), figure="Lag"),
 )
 def group_paused(state: BrokerState) -> Iterable[Judged]:
@@ -749,9 +791,10 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="An ordered handler fails again and again on one message, and the messages behind it wait.",
-    next_step="Fix the handler, or skip the message with `outbox_group skip GROUP TOPIC MESSAGE`. An on_error policy "
-    "can retry such a message later, or make it a dead letter.",
+    next_step="Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
+    "message (docs/operations/messages.md#skip-a-message).",
     concern=Concern.WAITING,
+    symptom=Symptom.STOPPED,
     shown=Shown(
         listed=Place("groups", "Groups with a failing queue", {"state": "=failing"}),
         remedies=(
@@ -792,8 +835,10 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 
 @CONDITIONS.declare(
     meaning="A handler failed, and its on_error policy stopped the queue.",
-    next_step="Fix the cause of the error, then run `outbox_group resume GROUP`.",
+    next_step="`outbox_group offsets GROUP` shows the handler's error. Fix its cause, then run `outbox_group resume "
+    "GROUP`.",
     concern=Concern.WAITING,
+    symptom=Symptom.STOPPED,
     shown=Shown(
         listed=Place("groups", "Groups with a stopped queue", {"state": "=stopped"}), remedies=(RESUME,), figure="Lag"
     ),
@@ -807,8 +852,10 @@ DEAD_LETTERS: Final = Threshold("dead_letters", 1, 1000, "messages", "dead lette
 
 @CONDITIONS.declare(
     meaning="Messages of these groups have recently become dead letters.",
-    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
+    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay them "
+    "(docs/operations/messages.md#dead-letters): `outbox_dead_letter replay GROUP --all`.",
     concern=Concern.HANDLERS,
+    symptom=Symptom.HANDLERS,
     thresholds=(DEAD_LETTERS,),
     shown=Shown(
         listed=BY_ERROR,
@@ -840,9 +887,10 @@ RETRY_SHARE: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="A group sends most of its messages back for another attempt.",
-    next_step="Probably a service that the handlers need is down. Check the errors, or pause the group until the "
-    "service is back.",
+    next_step="Probably a service that the group's handler needs is down. Check the errors, or pause the group until "
+    "the service is back: `outbox_group pause GROUP`.",
     concern=Concern.HANDLERS,
+    symptom=Symptom.HANDLERS,
     thresholds=(RETRY_SHARE,),
     shown=Shown(
         listed=Place("waiting", "Messages that are retried", {"retrying": "=yes"}), remedies=(PAUSE,), figure="Retrying"
@@ -880,6 +928,7 @@ GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
     next_step="The evidence says how the process died (signal 9 often means out of memory). Check the log of the "
     "process, the condition `quarantined` and new dead letters.",
     concern=Concern.WAITING,
+    symptom=Symptom.START,
     shown=Shown(listed=WORKERS, figure="Workers"),
 )
 def crash_loop(state: BrokerState) -> Iterable[Judged]:
@@ -909,9 +958,10 @@ def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
 @CONDITIONS.declare(
     meaning="A process died while it handled these messages, so each of them is now handled alone. After the third "
     "death, a message becomes a dead letter.",
-    next_step="`outbox_message show ID` shows the message. Fix the handler. If the message is a dead letter by then, "
-    "replay it.",
+    next_step="`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, "
+    "or replay it afterwards (docs/operations/messages.md#handlers-that-kill-their-process).",
     concern=Concern.HANDLERS,
+    symptom=Symptom.HANDLERS,
     shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
 def quarantined(state: BrokerState) -> Counted:
@@ -920,8 +970,10 @@ def quarantined(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Handlers run longer than their timeout and do not return.",
-    next_step="Find the lock or the call that the handlers wait for, and give it a timeout.",
+    next_step="Find the lock or the call that keeps the handlers waiting, and give it a timeout "
+    "(docs/operations/messages.md#handlers-that-hang).",
     concern=Concern.WAITING,
+    symptom=Symptom.HANDLERS,
     shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
 )
 def hung_handlers(state: BrokerState) -> Counted:
@@ -933,6 +985,7 @@ def hung_handlers(state: BrokerState) -> Counted:
     "service that the handlers need is down.",
     next_step="Restore the service that the error names. The group then resumes by itself.",
     concern=Concern.PASSING,
+    symptom=Symptom.STOPPED,
     shown=Shown(listed=Place("groups", "Groups"), remedies=(PAUSE,), figure="Lag"),
 )
 def outage(state: BrokerState) -> Iterable[Judged]:
@@ -951,9 +1004,10 @@ def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
 @CONDITIONS.declare(
     meaning="A topic has reached 80 % of its limit of backlog or space. Above the limit, publishing to the topic is "
     "refused or logs warnings, as `on_limit` says.",
-    next_step="Start or speed up the workers of the group that is behind, or raise the limit with `outbox_topic "
-    "alter`.",
+    next_step="Start or speed up the workers of the group that is behind, or raise the limit "
+    "(docs/operations/sizing.md#limits-of-the-backlog).",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.DISK,
     shown=Shown(listed=Place("topics", "Topics")),
 )
 def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
@@ -965,9 +1019,10 @@ def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
 @CONDITIONS.declare(
     meaning="A topic is above its limit of backlog or space. With `on_limit` = refuse, publishing to the topic raises "
     "TopicOverLimit.",
-    next_step="Start or speed up the workers of the group that is behind. If you no longer need the group, delete it. "
-    "To accept messages now, raise the limit with `outbox_topic alter`.",
+    next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
+    "accept messages now, raise the limit (docs/operations/sizing.md#limits-of-the-backlog).",
     concern=Concern.PUBLISHING,
+    symptom=Symptom.DISK,
     shown=Shown(listed=Place("topics", "Topics")),
 )
 def topic_over_limit(state: BrokerState) -> Iterator[Judged]:
@@ -991,6 +1046,7 @@ RETENTION_BEHIND_SECONDS: Final = Threshold(
     next_step="Retention cannot delete these messages: check the log of the broker process, and the conditions "
     "`transaction_open` and `lock_held`.",
     concern=Concern.DISK,
+    symptom=Symptom.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
     shown=Shown(listed=Place("topics", "Topics")),
 )
@@ -1005,8 +1061,10 @@ def retention_behind(state: BrokerState) -> Iterator[Judged]:
     next_step="Check the log of the service's worker, the condition `check_back_late`, and transactions that have "
     "been open for long.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
     subject=("alias", "table"),
+    shown=NO_LIST,
 )
 def pruning_behind(state: BrokerState) -> Iterator[Judged]:
     for fact in presence.pruning_behind(state.run):
@@ -1043,7 +1101,9 @@ TRANSACTION_SECONDS: Final = Threshold(
     next_step="If the evidence names a backup (pg_dump), let it end. Otherwise end the session: `SELECT "
     "pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
     concern=Concern.DISK,
+    symptom=Symptom.DISK,
     thresholds=(TRANSACTION_SECONDS,),
+    shown=NO_LIST,
 )
 def transaction_open(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(TRANSACTION_SECONDS, fact["age_seconds"]), fact) for fact in state.facts(_OPEN)]
@@ -1076,9 +1136,12 @@ LOCK_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="A session holds a lock that the broker's sessions wait for.",
-    next_step="End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`.",
+    next_step="End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`. In migrations of the "
+    "application, set lock_timeout.",
     concern=Concern.PUBLISHING,
+    symptom=Symptom.PUBLISHING,
     thresholds=(LOCK_SECONDS,),
+    shown=NO_LIST,
 )
 def lock_held(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(LOCK_SECONDS, fact["waiting_seconds"]), fact) for fact in state.facts(_LOCKS)]
@@ -1122,7 +1185,9 @@ def table_sizes(run: Executor) -> dict[str, int]:
     next_step="If `retention_behind`, `lag` or `transaction_open` holds too, deal with that condition first. "
     "Otherwise shorten retention_seconds, or raise the threshold.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.DISK,
     thresholds=(SPACE_BYTES,),
+    shown=NO_LIST,
 )
 def space(state: BrokerState) -> Iterator[Judged]:
     sizes = state.once(table_sizes)
@@ -1159,8 +1224,10 @@ REPLICA_LAG_BYTES: Final = Threshold(
     next_step="Find out why the replica is behind. If it is gone for good, drop its replication slot: `SELECT "
     "pg_drop_replication_slot(NAME)`.",
     concern=Concern.DISK,
+    symptom=Symptom.RESTORED,
     thresholds=(REPLICA_LAG_BYTES,),
     subject=("replica",),
+    shown=NO_LIST,
 )
 def replica_lag(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(REPLICA_LAG_BYTES, fact["bytes_behind"]), fact) for fact in state.facts(_REPLICAS)]

@@ -6,7 +6,9 @@
         meaning="A group is behind: its messages wait too long.",
         next_step="Add consumers, or fix the slow handler.",
         concern=Concern.WAITING,
+        symptom=Symptom.WAITING,
         thresholds=(LAG_SECONDS,),
+        shown=Shown(listed=Place("groups", "Groups")),
     )
     def lag(state: BrokerState) -> Iterator[Judged]:
         for one in state.summary.groups:
@@ -14,14 +16,14 @@
             yield state.judge(LAG_SECONDS, age), {"group": one.group, "oldest_seconds": age}
 
 Status, exit code, probe, doctor, JSON, metric, alert, operations page, signal, and the tables of docs/ show every
-declared condition. `rules.py` lists the declarations that need only the broker;
-`outbox.contrib.django.operations.known_conditions` adds those about the application's tables. CONTRIBUTING.md ("Add a
-condition") says what else a new condition needs.
+declared condition, and nothing else lists them. `rules.py` finds the declarations that need only the broker;
+`outbox.contrib.django.operations.known_conditions` adds those about the application's tables. The next step may name
+a page, such as docs/operations/deploy.md#scale; docs/operations/index.md has it as a link.
 
 The doctor, `manage.py check` and the probe of a worker report further problems as conditions that are declared nowhere:
 such a condition is made by `of_text`, and has its own texts.
 
-See decision 091. docs/operations/index.md has the first command for each condition.
+See decision 091.
 """
 
 from __future__ import annotations
@@ -72,6 +74,20 @@ class Concern(enum.StrEnum):
     def pages(self) -> bool:
         """Whether such a condition can become critical with the default thresholds."""
         return self not in (Concern.ON_PURPOSE, Concern.PASSING, Concern.WITHIN_DAYS)
+
+
+class Symptom(enum.StrEnum):
+    """What an operator sees: the section of docs/operations/index.md that has the next step of the condition."""
+
+    START = "A worker does not start"
+    PUBLISHING = "Publishing fails"
+    WAITING = "Messages wait"
+    STOPPED = "A queue is stopped"
+    HANDLERS = "Handlers fail"
+    UNDECIDED = "Transactions stay undecided"
+    RESTORED = "A database was restored"
+    DISK = "The disk is full"
+    MISSING = "A message seems to be missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +183,14 @@ class Remedy:
 class Shown:
     """How the operations pages show a condition.
 
-    `listed`: the list of what the condition is about. `settled`: where one fact is settled, if not by a button.
+    `listed`: the list of what the condition is about; None if that is a server, a session, a table or a database, or
+    in no list. `settled`: where one fact is settled, if not by a button.
     `settles`: the name of a fact of other conditions; such a fact is settled there, too. `figure`: the figure of the
     overview that gets the colour of the condition. `mark`: the badge of a group that a fact names, in the list of
     groups. `may_be_symptom`: another condition may be its cause, so it comes after the others.
     """
 
-    listed: Place | None = None
+    listed: Place | None
     settled: Place | None = None
     settles: str = ""
     remedies: Sequence[Remedy] = ()
@@ -183,6 +200,7 @@ class Shown:
 
 
 # Pages and actions that several conditions share.
+NO_LIST: Final = Shown(listed=None)
 INCIDENTS: Final = Place("incidents", "Incidents")
 WORKERS: Final = Place("workers", "Workers")
 BY_ERROR: Final = Place("dead_letters", "Dead letters by error")
@@ -193,7 +211,9 @@ RESUME: Final = Remedy("resume", "Resume {group} …", "good", {"group": "group"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredCondition(Generic[State]):
-    """One condition: its texts, its thresholds, and the rule that finds it. `concern`: why it matters.
+    """One condition: its texts, its thresholds, and the rule that finds it.
+
+    `concern`: why it matters. `symptom`: what an operator sees.
 
     `subject`: the names of the facts that say what the condition is about, besides SUBJECT. Other facts are measured
     values, which differ from look to look, or single messages, which are too many: each change of a subject is reported
@@ -209,10 +229,11 @@ class DeclaredCondition(Generic[State]):
     meaning: str
     next_step: str
     concern: Concern
+    symptom: Symptom
+    shown: Shown
     thresholds: Sequence[Threshold] = ()
     subject: Sequence[str] = ()
     excuses: Sequence[str] = ()
-    shown: Shown = Shown()
     rule: Rule[State] | None = None
 
     def condition(self, severity: Severity, evidence: Sequence[Fact] = (), count: int = 0) -> Condition:
@@ -246,10 +267,11 @@ class Declarations(dict[str, DeclaredCondition[State]]):
         meaning: str,
         next_step: str,
         concern: Concern,
+        symptom: Symptom,
+        shown: Shown,
         thresholds: Sequence[Threshold] = (),
         subject: Sequence[str] = (),
         excuses: Sequence[str] = (),
-        shown: Shown = Shown(),
     ) -> Callable[[Rule[State]], Rule[State]]:
         """Declare the condition that the decorated rule finds. It has the name of the function."""
 
@@ -260,10 +282,11 @@ class Declarations(dict[str, DeclaredCondition[State]]):
                     meaning=meaning,
                     next_step=next_step,
                     concern=concern,
+                    symptom=symptom,
+                    shown=shown,
                     thresholds=thresholds,
                     subject=subject,
                     excuses=excuses,
-                    shown=shown,
                     rule=rule,
                 )
             )

@@ -12,7 +12,16 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Shown, Threshold, fact_of
+from outbox.broker.operations.conditions import (
+    BY_ERROR,
+    Concern,
+    Declarations,
+    Judged,
+    Shown,
+    Symptom,
+    Threshold,
+    fact_of,
+)
 from outbox.broker.operations.state import BrokerState
 from outbox.subscription import Subscription
 
@@ -113,9 +122,11 @@ BLOCKED_KEY_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="A dead letter blocks its key: later messages of the key wait.",
-    next_step="Fix the cause of its error. Then replay the dead letter with `outbox_dead_letter replay`, or discard "
-    "it; the waiting messages follow in order. To let them pass now, use `outbox_group unblock`.",
+    next_step="Correct the cause of its error. Then replay it with `outbox_dead_letter replay GROUP --error-type "
+    "TYPE`, or discard it; the waiting messages follow in order. `outbox_group unblock GROUP TOPIC KEY` lets them pass "
+    "(docs/order-and-delay.md#dead-letters-that-keep-the-order).",
     concern=Concern.WAITING,
+    symptom=Symptom.STOPPED,
     thresholds=(BLOCKED_KEY_SECONDS,),
     shown=Shown(listed=BY_ERROR),
 )

@@ -16,6 +16,7 @@ from django.urls import reverse
 from django.utils.html import format_html
 
 from outbox.broker.operations.conditions import (
+    NO_LIST,
     OF_GROUP,
     Condition,
     DeclaredCondition,
@@ -28,7 +29,7 @@ from outbox.broker.operations.conditions import (
 from outbox.broker.operations.summary import Overview
 from outbox.contrib.console.asking import as_uuid
 from outbox.contrib.django.actions.cells import readable, retried_topic, words
-from outbox.contrib.django.actions.listing import Button
+from outbox.contrib.django.actions.declaration import Button
 from outbox.contrib.django.operations.known_conditions import catalogue
 
 Catalogue = Mapping[str, DeclaredCondition[Any]]
@@ -93,7 +94,7 @@ def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[
 
 
 def _shown(declared: Catalogue, name: str) -> Shown:
-    return declared[name].shown if name in declared else Shown()
+    return declared[name].shown if name in declared else NO_LIST
 
 
 def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> ConditionCard:
@@ -147,7 +148,7 @@ def _remedies(shown: Shown, fact: Fact) -> Iterator[Button]:
     for one in shown.remedies:
         given = _filled(one.fields, fact)
         if all(given.values()):
-            yield Button(one.action, one.label.format(**given), one.tone, given)
+            yield Button(one.label.format(**given), one.tone, given, one.action)
 
 
 def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
@@ -162,7 +163,7 @@ def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
 def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
     if name == "group" and fact.get("topic"):
         # The page of the group then has the queues of this topic, and the form that settles the fact.
-        settled = _settled(Shown(), fact, declared)
+        settled = _settled(NO_LIST, fact, declared)
         return _link(Place("group", "", OF_GROUP, settled.section if settled else ""), fact)[0]
     if name in ("group", "topic"):
         value = retried_topic(value)

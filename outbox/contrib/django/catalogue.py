@@ -6,33 +6,39 @@ decision 197.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Final
 
 from outbox import hooks
-from outbox.contrib.django.actions import (
-    groups,
-    messages,
-    processes,
-    tables,
-    topics,
-    transactions,
-)
-from outbox.contrib.django.actions.declaration import DeclaredAction
+from outbox.contrib.django import actions
+from outbox.contrib.django.actions.declaration import Button, DeclaredAction
 from outbox.contrib.django.actions.listing import Listing
 from outbox.contrib.django.settings.conf import EngineName, get_settings
 from outbox.errors import ConfigurationError
 
-# Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
-_CORE: Final = (transactions, messages, groups, processes, topics, tables)
-_ADDED: Final = map(import_module, hooks.actions)
-_DECLARED: Final = [one for module in (*_CORE, *_ADDED) for one in vars(module).values()]
+# Each module of the folder declares actions and listings. Parts add theirs (`hooks.add_actions`).
+_MODULES: Final = (*(f"{actions.__name__}.{one.name}" for one in iter_modules(actions.__path__)), *hooks.actions)
+_DECLARED: Final = [one for module in map(import_module, _MODULES) for one in vars(module).values()]
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {one.name: one for one in _DECLARED if isinstance(one, DeclaredAction)}
 # Other engines have listings of the same names.
 _EVERY: Final = [one for one in _DECLARED if isinstance(one, Listing)]
 LISTINGS: Final[Mapping[str, Listing]] = {one.name: one for one in _EVERY if one.engine == EngineName.POSTGRES}
+
+
+def buttons(place: str, subject: object = None) -> Iterator[Button | str]:
+    """The buttons that actions declare for a place, for a row or a page, and the texts in the place of buttons."""
+    for name, one in ACTIONS.items():
+        for found in one.buttons[place](subject) if place in one.buttons else ():
+            yield replace(found, action=name) if isinstance(found, Button) else found
+
+
+def has_buttons(place: str) -> bool:
+    """Whether an action declares buttons for a place."""
+    return any(place in one.buttons for one in ACTIONS.values())
 
 
 def of_command(command: str) -> tuple[DeclaredAction, ...]:

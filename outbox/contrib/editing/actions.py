@@ -11,7 +11,16 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.dead_letters import LetterSelection, replay
 from outbox.contrib.django.actions.cells import group_link, message_link
-from outbox.contrib.django.actions.declaration import LEFT, ActionPlan, Field, FieldKind, Values, action, counted
+from outbox.contrib.django.actions.declaration import (
+    LEFT,
+    ActionPlan,
+    Field,
+    FieldKind,
+    ListForm,
+    Values,
+    action,
+    counted,
+)
 from outbox.contrib.django.actions.listing import COMMAND, Asked, Column, Listing
 from outbox.contrib.django.actions.messages import SETTLING, pinned_selection, settle_selected
 from outbox.contrib.django.engine.broker import get_broker, get_codecs, get_engine
@@ -40,6 +49,7 @@ _DIGEST: Final = Field("digest", "only if the plan has this digest, which --dry-
     Field("headers", "a JSON merge patch of the headers", label="Patch of the headers"),
     Field("replay", "also deliver the edited letters again", FieldKind.FLAG, label="Also replay them"),
     _DIGEST,
+    form=ListForm("edited", "Edit dead letters", "Edit …", left_empty=("digest", "until")),
     shows_bodies=True,
 )
 def _edit(values: Values) -> ActionPlan:
@@ -99,6 +109,7 @@ def _masked(topic: str) -> frozenset[str]:
     *_SELECTED,
     Field("to", "the topic that gets the messages", required=True, label="To topic"),
     _DIGEST,
+    form=ListForm("edited", "Redirect dead letters to another topic", "Redirect …", left_empty=("digest", "until")),
 )
 def _redirect(values: Values) -> ActionPlan:
     group, to, catalog = values["group"], values["to"], get_engine().catalog
@@ -206,5 +217,4 @@ EDITED: Final = Listing(
     menu=("Repair", "Edit dead letters"),
     caption="Edits of dead letters, newest first",
     empty="No dead letter was edited.",
-    template="edited",
 )

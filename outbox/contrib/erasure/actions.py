@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
+from outbox.contrib.django.actions.declaration import (
+    ActionPlan,
+    Button,
+    Field,
+    FieldKind,
+    Values,
+    action,
+    argument,
+    counted,
+)
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.erasure.erasing import Erased, ErasureRequest, erase
 from outbox.contrib.erasure.settings import ErasureSettings
@@ -16,6 +25,11 @@ _CAUTION: Final = (
     "This cannot be undone. A consumer process that has fetched a message may still handle it with its content: "
     "restart the workers, then repeat this action. Backups and WAL keep the content until they expire."
 )
+
+
+def _button(page: Mapping[str, Any]) -> Sequence[Button]:
+    message = page["message"]
+    return [Button("Erase …", "bad", {"topic": message.topic, "message": message.message_id})]
 
 
 @action(
@@ -32,6 +46,7 @@ _CAUTION: Final = (
         many=True,
         label="Personal texts",
     ),
+    buttons={"message": _button},
 )
 def _erase(values: Values) -> ActionPlan:
     request = ErasureRequest(

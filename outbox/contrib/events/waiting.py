@@ -11,7 +11,7 @@ from uuid import UUID
 from outbox.broker.consumer.call import Result
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.conditions import NO_LIST, Concern, Declarations, Judged, Severity, Symptom
 from outbox.broker.operations.state import BrokerState
 from outbox.events import UnknownEventVersion
 from outbox.utils.safe_text import shown_text
@@ -135,10 +135,13 @@ def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
 
 @CONDITIONS.declare(
     meaning="Messages of an event wait, because the workers do not know the version that newer code has published.",
-    next_step="Deploy the workers with the code that declares this version. The messages then continue by themselves.",
+    next_step="Deploy the workers with the code that declares this version "
+    "(docs/events.md#deploy-two-versions-side-by-side). The messages then continue by themselves.",
     concern=Concern.PASSING,
+    symptom=Symptom.STOPPED,
     # Such messages leave their queue as if they were sent back, but have not failed.
     excuses=("retry_storm",),
+    shown=NO_LIST,
 )
 def unknown_version(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.WARNING, fact) for fact in state.once(_unknown_versions)]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from outbox.contrib.django.actions.cells import badge, error, group_link
-from outbox.contrib.django.actions.declaration import ActionPlan, Values, action, argument
-from outbox.contrib.django.actions.listing import Button, Column, Listing, States, actions
+from outbox.contrib.django.actions.declaration import ActionPlan, Button, Values, action, argument
+from outbox.contrib.django.actions.listing import Column, Listing, States
 from outbox.contrib.forwarding.endpoints import enable, find_endpoint, list_endpoints
 from outbox.contrib.forwarding.models import ForwardEndpoint
 
@@ -17,6 +17,7 @@ from outbox.contrib.forwarding.models import ForwardEndpoint
     "Enable an endpoint",
     "outbox_endpoint enable",
     argument("group", "the entry of OUTBOX['FORWARD']"),
+    buttons={"endpoints": lambda one: [Button("Enable …", "good", {"group": one.group})] if one.disabled_at else []},
 )
 def _enable(values: Values) -> ActionPlan:
     row = find_endpoint(values["group"])
@@ -55,7 +56,6 @@ ENDPOINTS: Final = Listing(
     (
         Column("Endpoint", lambda one: group_link(one.group), "head"),
         Column("State", _shown_state),
-        actions(lambda one: one.disabled_at and Button("enable_endpoint", "Enable …", "good", {"group": one.group})),
     ),
     lambda run, asked: list_endpoints(),
     of_broker=False,

@@ -18,7 +18,7 @@ from django.db import connections, router, transaction
 from django.db.models import F, QuerySet
 from django.db.models.functions import Now
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Severity, Shown
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Severity, Shown, Symptom
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.settings.conf import settings_of
 from outbox.contrib.forwarding.models import ForwardEndpoint
@@ -67,9 +67,10 @@ CONDITIONS: Final = Declarations[BrokerState]()
 
 @CONDITIONS.declare(
     meaning="An endpoint of FORWARD has answered that it is gone for good, so its messages wait.",
-    next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. Otherwise remove its entry from "
-    "FORWARD, then run `outbox_group delete GROUP`.",
+    next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its "
+    "entry from FORWARD, then run `outbox_group delete GROUP` (docs/forwarding.md#an-endpoint-that-is-gone).",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.STOPPED,
     shown=Shown(
         listed=Place("endpoints", "Endpoints", {"state": "=disabled"}),
         mark="endpoint disabled",

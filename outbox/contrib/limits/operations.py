@@ -21,6 +21,7 @@ from outbox.broker.operations.conditions import (
     Judged,
     Place,
     Shown,
+    Symptom,
     Threshold,
     fact_of,
 )
@@ -141,8 +142,10 @@ LIMIT_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="Messages of a subscription have waited long for one of its limits.",
-    next_step="If the service behind the handler can take more calls, raise the limit with `outbox_group limits`.",
+    next_step="If the service behind the handler allows it, raise the limit (docs/limits.md): `outbox_group limits "
+    "GROUP TOPIC --running 5`.",
     concern=Concern.PASSING,
+    symptom=Symptom.WAITING,
     thresholds=(LIMIT_SECONDS,),
     shown=Shown(
         listed=Place("groups", "Groups that wait for a limit", {"state": "=limited"}),

@@ -7,7 +7,7 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.broker_conditions import PASS_LATE_PERIODS, late_passes
-from outbox.broker.operations.conditions import Concern, Declarations, Judged
+from outbox.broker.operations.conditions import NO_LIST, Concern, Declarations, Judged, Symptom
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.transaction import turns
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action
@@ -53,8 +53,10 @@ CONDITIONS: Final = Declarations[BrokerState]()
     next_step="Start `outbox_worker --role receive`. If it runs, restore the server that its log names. If you no "
     "longer need the receiver, run `outbox_receiver forget NAME`.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(PASS_LATE_PERIODS,),
     subject=("receiver",),
+    shown=NO_LIST,
 )
 def receiver_late(state: BrokerState) -> Iterator[Judged]:
     for severity, fact in late_passes(state):

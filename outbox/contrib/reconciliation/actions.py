@@ -8,7 +8,7 @@ from typing import Any, Final
 from django.db import router, transaction
 from django.db.models import Count
 
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
+from outbox.contrib.django.actions.declaration import ActionPlan, Button, Field, FieldKind, Values, action, argument
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.settings.conf import imported, settings_of
 from outbox.contrib.reconciliation.findings import MAX_SAVED
@@ -24,6 +24,7 @@ from outbox.errors import UsageError
     "Repair a finding",
     "outbox_finding repair",
     argument("finding", "the number of the finding, as `outbox_finding list` shows it", FieldKind.COUNT),
+    buttons={"finding": lambda one: [Button("Repair …", "good", {"finding": one.pk})]},
 )
 def _repair(values: Values) -> ActionPlan:
     finding = Finding.objects.filter(pk=values["finding"]).first()
@@ -56,6 +57,7 @@ def _step(finding: Finding) -> tuple[RepairStep, PublishSources]:
     "Forget a saved reconciliation",
     "outbox_finding forget",
     argument("output", "the output folder of the reconciliation"),
+    buttons={"saved reconciliation": lambda one: [Button("Forget …", fields={"output": one.output})]},
 )
 def _forget(values: Values) -> ActionPlan:
     output = values["output"]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from django.db import models, router, transaction
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Severity, Shown
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Severity, Shown, Symptom
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.settings.conf import for_column
 from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
@@ -90,9 +90,11 @@ def _storable(step: Mapping[str, Any] | None) -> Any:
 
 @CONDITIONS.declare(
     meaning="The last saved reconciliation has open findings: rows, messages and effects that do not agree.",
-    next_step="`outbox_finding list`, or the page Findings, shows each finding with its next step. Repair the "
-    "findings, then run the reconciliation again. The condition ends with the next saved result.",
+    next_step="The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the "
+    "findings (docs/reconciliation/findings.md), then run the reconciliation again: the condition ends with the next "
+    "saved result.",
     concern=Concern.LOSS,
+    symptom=Symptom.MISSING,
     shown=Shown(listed=Place("findings", "Findings")),
 )
 def reconciliation_findings(state: BrokerState) -> Iterator[Judged]:

@@ -28,6 +28,7 @@ from outbox.broker.operations.broker_conditions import (
     worse,
 )
 from outbox.broker.operations.conditions import (
+    NO_LIST,
     Concern,
     Condition,
     ConditionReport,
@@ -36,6 +37,7 @@ from outbox.broker.operations.conditions import (
     Fact,
     Judged,
     Severity,
+    Symptom,
     Threshold,
     Thresholds,
     of_text,
@@ -291,6 +293,8 @@ CONDITIONS.add(
         meaning="A part of the RocketMQ cluster does not answer. Publishing or delivery may fail.",
         next_step="Check that all brokers and proxies in OUTBOX['BROKER'] run, and that this host reaches their ports.",
         concern=Concern.PUBLISHING,
+        symptom=Symptom.PUBLISHING,
+        shown=NO_LIST,
     )
 )
 
@@ -299,7 +303,9 @@ CONDITIONS.add(
     meaning=CORE["lag"].meaning,
     next_step="Add consumers, or correct the slow handler. `mqadmin consumerProgress` shows which queues are behind.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
+    shown=NO_LIST,
 )
 def lag(state: _State) -> Iterator[Judged]:
     for one in state.figures.groups:
@@ -316,7 +322,9 @@ def lag(state: _State) -> Iterator[Judged]:
     meaning="These groups have dead letters that no operator has replayed or discarded.",
     next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
     concern=Concern.HANDLERS,
+    symptom=Symptom.HANDLERS,
     thresholds=(DEAD_LETTERS,),
+    shown=NO_LIST,
 )
 def dead_letters(state: _State) -> Iterator[Judged]:
     for group, dead in state.figures.dead.items():
@@ -328,7 +336,9 @@ def dead_letters(state: _State) -> Iterator[Judged]:
     meaning="Half messages are undecided on RocketMQ, and no process of their producer group answers its checks.",
     next_step="Start a worker of this service. `outbox_transaction list` shows the outcomes in the ledger.",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
     thresholds=(UNANSWERED_SECONDS,),
+    shown=NO_LIST,
 )
 def unanswered(state: _State) -> Iterator[Judged]:
     for one in state.figures.halves:
@@ -342,6 +352,8 @@ def unanswered(state: _State) -> Iterator[Judged]:
     next_step="Start a worker of this service. The pass `exhausted_checks` of its role check asks the ledger about "
     "them.",
     concern=Concern.UNDECIDED,
+    symptom=Symptom.UNDECIDED,
+    shown=NO_LIST,
 )
 def parked(state: _State) -> Iterator[Judged]:
     for one in state.figures.halves:
@@ -353,7 +365,9 @@ def parked(state: _State) -> Iterator[Judged]:
     meaning="Messages wait in the table outbox_relay, and the relay does not send them to RocketMQ.",
     next_step="Start a worker with the role relay. `outbox_relay list` shows the errors of its sends.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(LAG_SECONDS,),
+    shown=NO_LIST,
 )
 def relay_behind(state: _State) -> Iterator[Judged]:
     for one in state.figures.relay:
@@ -368,6 +382,8 @@ def relay_behind(state: _State) -> Iterator[Judged]:
     next_step="`outbox_relay list` shows the errors. Correct the cause, then `outbox_relay retry ID`, or "
     "`outbox_relay discard ID`.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
+    shown=NO_LIST,
 )
 def relay_parked(state: _State) -> Iterator[Judged]:
     for one in state.figures.relay:

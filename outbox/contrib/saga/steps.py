@@ -41,7 +41,7 @@ from django.utils import timezone
 
 from outbox import Delivery, names
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Severity, Shown
+from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Severity, Shown, Symptom
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
@@ -397,6 +397,7 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
     next_step="Replay the dead letters of these sagas: `outbox_dead_letter list GROUP`. A worker with the role "
     "`check` publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.HANDLERS,
     subject=("saga",),
     shown=Shown(listed=BY_ERROR, figure="Dead letters"),
 )

@@ -12,8 +12,8 @@ from django.utils.safestring import mark_safe
 
 from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.cells import badge, code, error, joined, link, span, topic_link
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action, argument
-from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Button, Column, Listing, States, actions
+from outbox.contrib.django.actions.declaration import ActionPlan, Button, Field, Values, action, argument
+from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Column, Listing, States
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.settings.conf import get_settings
@@ -26,7 +26,17 @@ _FIELDS: Final = (
 )
 
 
-@action("pause_schedule", "Pause a schedule", "outbox_schedule pause", *_FIELDS)
+def _button(label: str, row: ScheduleRow, tone: str = "plain") -> Button:
+    return Button(label, tone, {"schedule": row.name, "producer_group": row.producer_group})
+
+
+@action(
+    "pause_schedule",
+    "Pause a schedule",
+    "outbox_schedule pause",
+    *_FIELDS,
+    buttons={"schedules": lambda one: [_button("Pause …", one.row)] if one.row.paused_at is None else []},
+)
 def _pause(values: Values) -> ActionPlan:
     row = _found(values)
     return ActionPlan(
@@ -45,7 +55,13 @@ _MISSED: Final[Mapping[str, str]] = {
 }
 
 
-@action("resume_schedule", "Resume a schedule", "outbox_schedule resume", *_FIELDS)
+@action(
+    "resume_schedule",
+    "Resume a schedule",
+    "outbox_schedule resume",
+    *_FIELDS,
+    buttons={"schedules": lambda one: [_button("Resume …", one.row, "good")] if one.row.paused_at else []},
+)
 def _resume(values: Values) -> ActionPlan:
     row = _found(values)
     return ActionPlan(
@@ -63,7 +79,13 @@ def _set_paused(values: Values, row: ScheduleRow, *, paused: bool) -> Mapping[st
     return _state(_found(values))
 
 
-@action("run_schedule", "Publish one extra message of a schedule now", "outbox_schedule run", *_FIELDS)
+@action(
+    "run_schedule",
+    "Publish one extra message of a schedule now",
+    "outbox_schedule run",
+    *_FIELDS,
+    buttons={"schedules": lambda one: [_button("Run now …", one.row)]},
+)
 def _run(values: Values) -> ActionPlan:
     row = _found(values)
 
@@ -157,14 +179,6 @@ def _shown_state(one: _Listed) -> list[object]:
     return [badge("late", "bad"), span(one.late_seconds)] if one.is_late else [badge("active", "good")]
 
 
-def _buttons(one: _Listed) -> list[Button]:
-    named = {"schedule": one.row.name, "producer_group": one.row.producer_group}
-    switch = Button("pause_schedule", "Pause …", fields=named)
-    if one.row.paused_at is not None:
-        switch = Button("resume_schedule", "Resume …", "good", named)
-    return [switch, Button("run_schedule", "Run now …", fields=named)]
-
-
 _STATES: Final[States] = {
     "": ("All", lambda one: True),
     "paused": ("Paused", lambda one: one.row.paused_at is not None),
@@ -188,7 +202,6 @@ SCHEDULES: Final = Listing(
         ),
         Column("Next", lambda one: _local(one.row, one.row.next_at), on=COMMAND),
         Column("State", _shown_state),
-        actions(_buttons),
     ),
     _read,
     command="outbox_schedule list",

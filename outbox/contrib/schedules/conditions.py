@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Shown, Threshold
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Place, Remedy, Shown, Symptom, Threshold
 from outbox.broker.operations.state import BrokerState
 from outbox.contrib.schedules import schedule
 from outbox.contrib.schedules.schedule import clock, list_schedules
@@ -19,6 +19,7 @@ SCHEDULE_LATE_SECONDS: Final = Threshold("schedule_late_seconds", 60, 600, "seco
     next_step="If the evidence has an error, correct the declaration of the schedule, or declare its topic. Otherwise "
     "check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
     concern=Concern.WAITING,
+    symptom=Symptom.WAITING,
     thresholds=(SCHEDULE_LATE_SECONDS,),
     shown=Shown(
         listed=Place("schedules", "Schedules"),

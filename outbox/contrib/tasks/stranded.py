@@ -17,7 +17,7 @@ from django.db import connections, router, transaction
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.conditions import NO_LIST, Concern, Declarations, Judged, Severity, Symptom
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
@@ -53,6 +53,8 @@ _WHY: Final = {
     next_step="A worker with the role `check` publishes these messages again within a minute. If a task must not run, "
     "delete its row from the table of tasks.",
     concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.HANDLERS,
+    shown=NO_LIST,
 )
 def task_stranded(state: BrokerState) -> Iterator[Judged]:
     alias = router.db_for_write(TaskEntry)

@@ -26,17 +26,10 @@ from tests.django.broker_world import World
 from tests.django.faults import no_sequencer
 from tests.django.operators import blocked, bury, client_of, dead_keys, make_user, retried, working
 from tests.django.support import sequence
-from tests.documents import DOCS
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 _OF_EACH_FORM = ("csrfmiddlewaretoken", "back")
-# Their evidence is a server, a session, a table or a database, or is in no list.
-WITHOUT_A_LIST = {
-    *("unreachable", "schema_version", "rejecting", "not_conserved", "open_since_resync", "pruning_behind", "space"),
-    *("transaction_open", "lock_held", "replica_lag", "lost_messages", "lost_commits", "lost_effects"),
-    *("task_stranded", "receiver_late", "unknown_version"),
-}
 # 50 rows with two actions each.
 MOST_BYTES = 150_000
 
@@ -67,21 +60,6 @@ def test_each_remedy_is_an_action_with_its_fields() -> None:
             assert ACTIONS[one.action].permission is not None and one.tone in ("good", "bad", "plain")
             assert set(one.fields) <= set(declared)
             assert {name for name, field in declared.items() if field.required} <= set(one.fields)
-
-
-@pytest.mark.whole
-def test_each_condition_has_its_list_or_none() -> None:
-    """A new condition declares the list that it is `Shown` in, or is named here."""
-    assert sorted(WITHOUT_A_LIST) == sorted(name for name, one in catalogue().items() if one.shown.listed is None)
-
-
-@pytest.mark.whole
-def test_the_documents_name_each_condition_with_a_button_or_a_form() -> None:
-    table = (DOCS / "operations" / "page.md").read_text(encoding="utf-8").partition("\n| condition | buttons |\n")[2]
-    named = re.findall(r"`(\w+)`", table.partition("\n\n")[0])
-    assert sorted(named) == sorted(
-        [*(name for name, one in catalogue().items() if one.shown.remedies), "limit_binding", "lost_effects"]
-    )
 
 
 def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:

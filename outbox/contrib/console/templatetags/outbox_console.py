@@ -7,16 +7,18 @@ from typing import Any
 from uuid import UUID
 
 from django import template
-from django.template import loader
+from django.template import Context, loader
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from outbox.contrib.console.asking import as_uuid
+from outbox.contrib.django import catalogue
 from outbox.contrib.django.actions import cells
-from outbox.contrib.django.actions.listing import PAGE, Button, Choice, Column, Listing
-from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
+from outbox.contrib.django.actions.declaration import Button
+from outbox.contrib.django.actions.listing import PAGE, Choice, Column, Listing
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, has_buttons
 
 register = template.Library()
 
@@ -56,43 +58,66 @@ def current_zone() -> str:
 
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
-def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
+def button(context: Mapping[str, Any], one: Button) -> dict[str, Any]:
     """Show a button that leads to the confirmation page of an action.
 
     If the user may not run actions, there is no button.
     """
     return {
-        "may_act": context.get("may_act"),
-        "csrf_token": context.get("csrf_token"),
-        "here": context.get("here", ""),
-        "url": reverse(f"outbox:act_{name}"),
-        "label": label,
-        "tone": tone,
-        "fields": {key: value for key, value in fields.items() if value not in (None, "")},
+        **_with_token(context, one.action),
+        "label": one.label,
+        "tone": one.tone,
+        "fields": {key: value for key, value in one.fields.items() if value not in (None, "")},
     }
 
 
-@register.inclusion_tag("outbox/console/button.html", takes_context=True)
-def remedy(context: dict[str, Any], offered: Button) -> dict[str, Any]:
-    """Show the button of a remedy, as `act` does."""
-    return act(context, offered.action, offered.label, offered.tone, **offered.fields)
+@register.simple_tag(takes_context=True)
+def buttons(context: Context, place: str, subject: object = None) -> SafeString:
+    """Show all buttons that actions declare for a place: of a row, or without `subject` of the page."""
+    page: Any = context.flatten()
+    found = catalogue.buttons(place, page if subject is None else subject)
+    return format_html_join(" ", "{}", ((_shown(page, one),) for one in found))
+
+
+@register.simple_tag
+def selected_buttons(listing: Listing) -> list[Button | str]:
+    """Return the buttons for the rows that the user ticks."""
+    return list(catalogue.buttons(f"{listing.name} selected"))
+
+
+def _shown(context: Mapping[str, Any], one: Button | str) -> str:
+    return (
+        loader.render_to_string("outbox/console/button.html", button(context, one)) if isinstance(one, Button) else one
+    )
+
+
+def _with_token(context: Mapping[str, Any], action: str) -> dict[str, Any]:
+    given = {name: context.get(name, "") for name in ("may_act", "csrf_token", "here")}
+    return {**given, "url": reverse(f"outbox:act_{action}")}
 
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
 def action_form(
-    context: dict[str, Any], name: str, label: str, *, present: Mapping[str, str] | None = None, **given: object
+    context: Mapping[str, Any],
+    name: str,
+    label: str,
+    *,
+    present: Mapping[str, str] | None = None,
+    left_empty: Sequence[str] = (),
+    **given: object,
 ) -> dict[str, Any]:
-    """Show the form of an action. The form has an input for each declared field that is not in `given`.
+    """Show the form of an action. The form has an input for each declared field that is not `given` or `left_empty`.
 
     `present`: the present values of the fields. This form has no fields that are declared for the confirmation page.
     The confirmation page asks for these fields and for the reason.
     """
+    given |= dict.fromkeys(left_empty, "")
     fields = [
         (one, (present or {}).get(one.name, ""))
         for one in ACTIONS[name].fields
         if one.on_page and not one.with_confirmation and one.name not in given
     ]
-    return {**act(context, name, label), "given": given, "fields": fields}
+    return {**_with_token(context, name), "label": label, "given": given, "fields": fields}
 
 
 # -- tables ---------------------------------------------------------------------------------------------
@@ -103,7 +128,8 @@ def table(context: dict[str, Any], listing: Listing | str, rows: Sequence[Any]) 
     """Show rows as the table of a declared listing, or of the listing with this name in the catalogue."""
     shown = LISTINGS[listing] if isinstance(listing, str) else listing
     given = {name: context.get(name) for name in ("may_act", "csrf_token", "here", "choice")}
-    return {**given, "listing": shown, "rows": rows, "columns": context.get("columns") or shown.on(PAGE, {})}
+    columns = shown.on(PAGE, context.get("asked") or {})
+    return {**given, "listing": shown, "rows": rows, "columns": columns, "has_buttons": has_buttons(shown.name)}
 
 
 @register.filter
@@ -112,20 +138,10 @@ def row_key(row: object, listing: Listing) -> str:
     return "" if listing.key is None else format_html(' data-key="{}"', cells.inert(listing.key(row)))
 
 
-@register.simple_tag(takes_context=True)
-def cell(context: dict[str, Any], column: Column, row: object) -> SafeString | str:
-    """The content of a table's cell, with the buttons that the user may press."""
-    found = column.of(row)
-    if column.style != "actions":
-        return cells.html(found)
-    parts = [_button(context, one) if isinstance(one, Button) else one
-             for one in (found if isinstance(found, list) else [found]) if one]  # fmt: skip
-    return format_html_join(" ", "{}", ((one,) for one in parts if one))
-
-
-def _button(context: dict[str, Any], one: Button) -> SafeString:
-    shown = act(context, one.action, one.label, one.tone, **one.fields)
-    return loader.render_to_string("outbox/console/button.html", shown)
+@register.simple_tag
+def cell(column: Column, row: object) -> SafeString | str:
+    """The content of a table's cell."""
+    return cells.html(column.of(row))
 
 
 @register.filter

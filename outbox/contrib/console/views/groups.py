@@ -23,7 +23,7 @@ from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
 from outbox.contrib.django.actions.cells import badge, group_link, html, link, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
-from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
+from outbox.contrib.django.actions.listing import Asked, Column, Listing, States
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
@@ -87,12 +87,6 @@ def _state(row: Row) -> list[object]:
     return [*(said or [badge("running")]), *([badge("broadcast")] if row.broadcast else [])]
 
 
-def _switch(row: Row) -> Button:
-    if row.paused or row.stopped:
-        return Button("resume", "Resume …", "good", {"group": row.name})
-    return Button("pause", "Pause …", fields={"group": row.name})
-
-
 def _linked(page: str, name: str, **query: str) -> Callable[[Row], object]:
     """A count with a link to the list of what it counts; a zero has no link."""
 
@@ -129,7 +123,6 @@ GROUPS: Final = Listing(
         Column("Retrying", _linked("waiting", "retrying", retrying="yes"), "number"),
         Column("Dead", _linked("dead_letters", "dead"), "number"),
         Column("State", _state),
-        actions(_switch),
     ),
     _read_groups,
     fields=_NAME_CONTAINS,
@@ -158,7 +151,8 @@ def group(request: HttpRequest) -> HttpResponse:
         now = group_now(run, name)
         consumers = list_processes(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
-        sections = list(_sections(run, name, topic)) if topic else []
+        # Those that only act come after those that also tell something.
+        sections = sorted(_sections(run, name, topic), key=lambda one: not one["told"]) if topic else []
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
         figures = [one for one in found.overview.groups if one.name == name] if found.overview else []
@@ -194,7 +188,7 @@ def _sections(run: Executor, group: str, topic: str) -> Iterator[Mapping[str, ob
         section = action.section
         if section is not None and (found := section.read(run, group, topic)) is not None:
             told, present = found
-            yield {"action": action, "section": section, "told": html(told), "present": present}
+            yield {"action": action, "section": section, "told": told and html(told), "present": present}
 
 
 def _sentence(count: int) -> str:

@@ -10,8 +10,8 @@ from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, reading, text, values_of
 from outbox.contrib.console.rendering import PER_PAGE, paged, render, sliced
 from outbox.contrib.console.tabs import by_state, state_tabs
-from outbox.contrib.django.actions.listing import PAGE, Asked, Listing
-from outbox.contrib.django.catalogue import on_engine
+from outbox.contrib.django.actions.listing import Asked, Listing
+from outbox.contrib.django.catalogue import ACTIONS, on_engine
 
 
 def view_of(listing: Listing) -> Callable[..., HttpResponse]:
@@ -45,7 +45,6 @@ def shown(request: HttpRequest, listing: Listing) -> HttpResponse:
         "title": listing.title(values) if callable(listing.title) else listing.title,
         "listing": listing,
         "page": paged(request, rows, lambda one: {"after": position(one)}) if position else sliced(request, rows),
-        "columns": listing.on(PAGE, values),
         "asked": values,
         "is_used": is_used,
         "empty": listing.empty if is_used or not listing.unused else listing.unused,
@@ -57,5 +56,6 @@ def shown(request: HttpRequest, listing: Listing) -> HttpResponse:
         "passed_on": [one for one in [*passed_on, ("state", state if listing.states else "")] if one[1]],
         "choice": choice if choice and (not choice.needs or values[choice.needs]) else None,
         "could_choose": choice is not None,
+        "forms": [one for one in ACTIONS.values() if one.form and one.form.listing == listing.name],
     }
     return render(request, listing.template, context)

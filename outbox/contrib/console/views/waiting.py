@@ -9,7 +9,7 @@ from outbox.broker.operations.dead_letters import PagePosition
 from outbox.broker.operations.listings import list_waiting
 from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import Field, FieldKind
-from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
+from outbox.contrib.django.actions.listing import Asked, Choice, Column, Listing
 
 # The titles of the page by the filters (delayed, retrying).
 _TITLES: Final = {
@@ -32,10 +32,6 @@ def _waits_for(one: Row) -> object:
     return [what, group_link(one.group)]
 
 
-def _recall(one: Row) -> Button | None:
-    return None if one.claimed else Button("recall", "Recall …", "bad", {"ids": one.message_id})
-
-
 WAITING: Final = Listing(
     "waiting",
     (
@@ -45,7 +41,6 @@ WAITING: Final = Listing(
         Column("Key", lambda one: shortened(inert(one.key), 60), "key"),
         Column("Last error", lambda one: error(one.error), when=lambda given: not given["delayed"]),
         Column("Message", lambda one: message_link(one.message_id)),
-        actions(_recall),
     ),
     _read,
     fields=(
@@ -62,5 +57,5 @@ WAITING: Final = Listing(
     tab_group="group",
     caption="Waiting messages, the next due first",
     empty="No messages are waiting.",
-    choice=Choice("ids", lambda one: one.message_id, (Button("recall", "Recall the selected ones …", "bad"),)),
+    choice=Choice("ids", lambda one: one.message_id),
 )

@@ -1,6 +1,12 @@
-"""Operator actions. Each action is declared once; its command, its form on the page and its audit use the declaration.
+"""Operator actions. Each action is declared once; its command, its buttons and forms and its audit use the declaration.
 
-    @action("pause", "Pause a group", "outbox_group pause", GROUP)
+    @action(
+        "pause",
+        "Pause a group",
+        "outbox_group pause",
+        GROUP,
+        buttons={"groups": lambda row: [Button("Pause …", fields={"group": row.name})]},
+    )
     def _pause(values: Values) -> ActionPlan: ...
 
 The function plans the action: it changes nothing, describes the effect in words, and raises UsageError for an
@@ -178,6 +184,26 @@ Plan = Callable[[Values], ActionPlan]
 
 
 @dataclass(frozen=True, slots=True)
+class Button:
+    """The button of an action, with the values of its fields. `tone`: plain, good or bad.
+
+    `action`: the name of the action; a button that an action itself declares has it from there.
+    """
+
+    label: str
+    tone: str = "plain"
+    fields: Mapping[str, object] = field(default_factory=dict)
+    action: str = ""
+
+
+Offer = Callable[[Any], Sequence[Button | str]]
+"""The buttons in a place, or texts that say why there are none.
+
+It gets the row of a list or table; on a page, it gets all that the template has, by name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSection:
     """A section of the page of a group with one of its topics, with the form of an action on the two.
 
@@ -191,13 +217,27 @@ class GroupSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ListForm:
+    """The form of an action above a list. `left_empty`: fields that this form does not show."""
+
+    listing: str
+    title: str
+    button: str
+    left_empty: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredAction:
     """One kind of action.
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `section`: where the form is on the page of a group. `shows_bodies`: the
-    plan shows bodies, so the page also requires the permission to see them.
+    action, and only a command runs the action. `shows_bodies`: the plan shows bodies, so the page also requires the
+    permission to see them.
+
+    `buttons`: where its buttons stand. A place is the name of a listing, for its rows; "LISTING selected", for the rows
+    that the user ticks; or what a template names with `{% buttons %}`, such as "message" or "overview". `section` and
+    `form`: where a form for its fields stands, on the page of a group or above a list.
     """
 
     name: str
@@ -206,7 +246,9 @@ class DeclaredAction:
     fields: Sequence[Field]
     plan: Plan
     permission: str | None = ACT
+    buttons: Mapping[str, Offer] = field(default_factory=dict)
     section: GroupSection | None = None
+    form: ListForm | None = None
     shows_bodies: bool = False
 
     @property
@@ -215,14 +257,6 @@ class DeclaredAction:
         return self.command.partition(" ")[2]
 
 
-def action(
-    name: str,
-    title: str,
-    command: str,
-    *fields: Field,
-    permission: str | None = ACT,
-    section: GroupSection | None = None,
-    shows_bodies: bool = False,
-) -> Callable[[Plan], DeclaredAction]:
+def action(name: str, title: str, command: str, *fields: Field, **more: Any) -> Callable[[Plan], DeclaredAction]:
     """Declare the action that the decorated function plans. The parameters are those of `DeclaredAction`."""
-    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, section, shows_bodies)
+    return lambda plan: DeclaredAction(name, title, command, fields, plan, **more)

@@ -14,7 +14,17 @@ from outbox.broker.operations.deletion import Loss, delete_group
 from outbox.broker.operations.listings import group_now
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.contrib.django.actions.cells import error
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
+from outbox.contrib.django.actions.declaration import (
+    ActionPlan,
+    Button,
+    Field,
+    FieldKind,
+    GroupSection,
+    Values,
+    action,
+    argument,
+    counted,
+)
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.renaming import rename_group
@@ -33,7 +43,17 @@ def describe_losses(losses: Sequence[Loss]) -> str:
     return f"{counted(lag, 'message')} not consumed, {retrying} that are retried, {counted(dead, 'dead letter')}"
 
 
-@action("pause", "Pause a group", "outbox_group pause", GROUP)
+def _is_halted(row: Any) -> bool:
+    return bool(row.paused or row.stopped)
+
+
+@action(
+    "pause",
+    "Pause a group",
+    "outbox_group pause",
+    GROUP,
+    buttons={"groups": lambda row: [] if _is_halted(row) else [Button("Pause …", fields={"group": row.name})]},
+)
 def _pause(values: Values) -> ActionPlan:
     group = values["group"]
     paused = _is_paused(group)
@@ -53,7 +73,13 @@ def _pause(values: Values) -> ActionPlan:
     )
 
 
-@action("resume", "Resume a group, stopped queues too", "outbox_group resume", GROUP)
+@action(
+    "resume",
+    "Resume a group, stopped queues too",
+    "outbox_group resume",
+    GROUP,
+    buttons={"groups": lambda row: [Button("Resume …", "good", {"group": row.name})] if _is_halted(row) else []},
+)
 def _resume(values: Values) -> ActionPlan:
     group = values["group"]
 
@@ -78,6 +104,11 @@ def _is_paused(group: str) -> bool:
 # -- skip -----------------------------------------------------------------------------------------------
 
 
+def _skip_button(queue: QueueProgress) -> Sequence[Button]:
+    fields = {"group": queue.group, "topic": queue.topic, "id": queue.blocked_by}
+    return [Button("Skip this message …", "bad", fields)] if queue.blocked_by else []
+
+
 @action(
     "skip",
     "Skip the message that blocks a queue",
@@ -85,6 +116,7 @@ def _is_paused(group: str) -> bool:
     GROUP,
     TOPIC,
     argument("id", "message id", FieldKind.ID),
+    buttons={"queue": _skip_button},
 )
 def _skip(values: Values) -> ActionPlan:
     group, topic, message_id = values["group"], values["topic"], values["id"]
@@ -112,6 +144,11 @@ def _skip(values: Values) -> ActionPlan:
 _TARGET: Final = "Where the group continues"
 
 
+def _reset_section(run: Executor, group: str, topic: str) -> tuple[object, Mapping[str, str]] | None:
+    # A broadcast group has no positions that the broker stores.
+    return None if group_now(run, group).broadcast else ("", {})
+
+
 @action(
     "reset",
     "Reset the offsets of a group on a topic",
@@ -129,6 +166,7 @@ _TARGET: Final = "Where the group continues"
         FieldKind.FLAG,
         label="Handle messages in the inbox again",
     ),
+    section=GroupSection("Reset the group", "Reset …", _reset_section),
 )
 def _reset(values: Values) -> ActionPlan:
     group, topic, again = values["group"], values["topic"], values["reprocess"]

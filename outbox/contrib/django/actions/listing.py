@@ -16,17 +16,6 @@ from typing import Any, Final
 from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.declaration import Field, Values
 
-
-@dataclass(frozen=True, slots=True)
-class Button:
-    """The button of an action, with the values of its fields. A command does not print it."""
-
-    action: str
-    label: str
-    tone: str = "plain"
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-
 BOTH, PAGE, COMMAND = "", "page", "command"
 _ALWAYS: Final[Callable[[Values], bool]] = lambda values: True  # noqa: E731
 States = Mapping[str, tuple[str, Callable[[Any], bool]]]
@@ -37,8 +26,8 @@ States = Mapping[str, tuple[str, Callable[[Any], bool]]]
 class Column:
     """One column of a table.
 
-    `cell`: the name of an attribute of the row, or a function that gets the row. `style`: head, number, id, key, lines
-    or actions. `on`: whether only a page or only a command has the column. `when`: whether a page with the given values
+    `cell`: the name of an attribute of the row, or a function that gets the row. `style`: head, number, id, key or
+    lines. `on`: whether only a page or only a command has the column. `when`: whether a page with the given values
     of the fields has it.
     """
 
@@ -54,11 +43,6 @@ class Column:
         if not isinstance(self.cell, str):
             return self.cell(row)
         return row[self.cell] if isinstance(row, Mapping) else getattr(row, self.cell)
-
-
-def actions(cell: Callable[[Any], object]) -> Column:
-    """The column of the buttons."""
-    return Column("Actions", cell, "actions", on=PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +67,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Actions on rows that the user ticks. `field`: the field of the actions that gets the values of `value`.
+    """Rows that the user ticks, for the buttons of actions. `field`: their field that gets the values of `value`.
 
     `value` returns None for a row that cannot be ticked. `needs`: a field that must be given, and goes to the actions.
     """
 
     field: str
     value: Callable[[Any], object | None]
-    buttons: Sequence[Button]
     needs: str = ""
 
 

@@ -20,15 +20,17 @@ from outbox.contrib.django.actions.cells import badge, error, group_link, inert,
 from outbox.contrib.django.actions.declaration import (
     LEFT,
     ActionPlan,
+    Button,
     Field,
     FieldKind,
+    Offer,
     Values,
     action,
     argument,
     counted,
 )
 from outbox.contrib.django.actions.groups import GROUP
-from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
+from outbox.contrib.django.actions.listing import Asked, Choice, Column, Listing
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import handled
@@ -113,7 +115,35 @@ def settle_selected(
 # -- dead letters ---------------------------------------------------------------------------------------
 
 
-@action("replay", "Deliver dead letters again", "outbox_dead_letter replay", *SETTLING)
+def _letter_buttons(verb: str, tone: str) -> Mapping[str, Offer]:
+    """The buttons of an action on dead letters."""
+
+    def of_letter(one: DeadLetter) -> Sequence[Button]:
+        fields = {"group": one.group, "ids": one.message_id}
+        return [] if one.replayed_at or one.discarded_at else [Button(f"{verb} …", tone, fields)]
+
+    def of_message(page: Mapping[str, Any]) -> Sequence[Button]:
+        ids = page["message"].message_id
+        return [Button(f"{verb} for {one} …", tone, {"group": one, "ids": ids}) for one in page["dead_groups"]]
+
+    return {
+        "letters": of_letter,
+        "letters selected": lambda _: [Button(f"{verb} the selected ones …", tone)],
+        "error": lambda one: [Button(f"{verb} all …", tone, {"group": one.group, "error_type": one.error_type})],
+        "message": of_message,
+    }
+
+
+@action(
+    "replay",
+    "Deliver dead letters again",
+    "outbox_dead_letter replay",
+    *SETTLING,
+    buttons={
+        **_letter_buttons("Replay", "good"),
+        "dead letters of a group": lambda group: [Button("Replay all …", "good", {"group": group, "all": "yes"})],
+    },
+)
 def _replay(values: Values) -> ActionPlan:
     server = observer()
     return _settling(
@@ -125,7 +155,13 @@ def _replay(values: Values) -> ActionPlan:
     )
 
 
-@action("discard", "Discard dead letters", "outbox_dead_letter discard", *SETTLING)
+@action(
+    "discard",
+    "Discard dead letters",
+    "outbox_dead_letter discard",
+    *SETTLING,
+    buttons=_letter_buttons("Discard", "bad"),
+)
 def _discard(values: Values) -> ActionPlan:
     return _settling(
         values,
@@ -220,6 +256,10 @@ def _some(ids: Sequence[UUID]) -> str:
 # -- recall ---------------------------------------------------------------------------------------------
 
 
+def _recall_button(message_id: object, *, can_recall: bool = True) -> Sequence[Button]:
+    return [Button("Recall …", "bad", {"ids": message_id})] if can_recall else []
+
+
 @action(
     "recall",
     "Recall messages that wait for their delivery time or a retry",
@@ -227,6 +267,14 @@ def _some(ids: Sequence[UUID]) -> str:
     _MESSAGES,
     Field("topic", "together with a key: all waiting messages of this topic and key"),
     Field("key", "together with a topic: all waiting messages of this topic and key"),
+    buttons={
+        "waiting": lambda one: _recall_button(one.message_id, can_recall=not one.claimed),
+        "waiting selected": lambda _: [Button("Recall the selected ones …", "bad")],
+        "search": lambda found: _recall_button(
+            found[0].message_id, can_recall=found[1].retrying or found[1].is_delayed
+        ),
+        "message": lambda page: _recall_button(page["message"].message_id, can_recall=page["can_recall"]),
+    },
 )
 def _recall(values: Values) -> ActionPlan:
     ids, topic, key = list(dict.fromkeys(values["ids"])), values["topic"], values["key"]
@@ -276,12 +324,20 @@ def _counted(outcomes: Sequence[Recall]) -> Mapping[str, Any]:
 # -- redeliver ------------------------------------------------------------------------------------------
 
 
+def _redeliver_buttons(page: Mapping[str, Any]) -> Sequence[Button]:
+    message_id = page["message"].message_id
+    return [
+        Button(f"Deliver again to {one} …", "bad", {"group": one, "id": message_id}) for one in page["passed_groups"]
+    ]
+
+
 @action(
     "redeliver",
     "Deliver a message again to a group that has passed it",
     "outbox_message redeliver",
     argument("id", "message id", FieldKind.ID),
     Field("group", "the consumer group that gets the message again", required=True),
+    buttons={"message": _redeliver_buttons},
 )
 def _redeliver(values: Values) -> ActionPlan:
     message_id, group = values["id"], values["group"]
@@ -333,13 +389,6 @@ def _letter_with_failures(one: DeadLetter) -> Mapping[str, Any]:
     return {"letter": one, "failures": failures}
 
 
-def _settling_buttons(one: DeadLetter) -> list[Button]:
-    if one.replayed_at or one.discarded_at:
-        return []
-    letter = {"group": one.group, "ids": one.message_id}
-    return [Button("replay", "Replay …", "good", letter), Button("discard", "Discard …", "bad", letter)]
-
-
 def _given_up(one: DeadLetter) -> list[object]:
     if one.discarded_at:
         return [one.dead_at, badge("discarded")]
@@ -356,7 +405,6 @@ LETTERS: Final = Listing(
         Column("Attempts", "attempts", "number"),
         Column("Last error", lambda one: error(one.error)),
         Column("Message", lambda one: message_link(one.message_id)),
-        actions(_settling_buttons),
     ),
     _read_letters,
     command="outbox_dead_letter list",
@@ -385,10 +433,6 @@ LETTERS: Final = Listing(
     choice=Choice(
         "ids",
         lambda one: None if one.replayed_at or one.discarded_at else one.message_id,
-        (
-            Button("replay", "Replay the selected ones …", "good"),
-            Button("discard", "Discard the selected ones …", "bad"),
-        ),
         needs="group",
     ),
 )

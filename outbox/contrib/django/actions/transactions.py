@@ -16,8 +16,17 @@ from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.actions.cells import ago, badge, error, inert, joined, message_link, quiet, shortened
-from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
-from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, actions
+from outbox.contrib.django.actions.declaration import (
+    ActionPlan,
+    Button,
+    Field,
+    FieldKind,
+    Values,
+    action,
+    argument,
+    counted,
+)
+from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
@@ -111,7 +120,97 @@ def switch_transactional(rejecting: bool) -> bool:
         return changes.reject_transactional(Executor(connection, schema), rejecting)
 
 
+# -- ask ------------------------------------------------------------------------------------------------
+
+
+def _ask_button(transaction_id: object) -> Sequence[Button]:
+    return [Button("Ask again", fields={"ids": transaction_id})]
+
+
+def _ask_parked(page: Mapping[str, Any]) -> Sequence[Button]:
+    group = page["asked"]["group"]
+    fields = {"group": group, "parked": "yes"}
+    return [Button("Ask about all parked ones of this group", fields=fields)] if group and not page["silent"] else []
+
+
+@action(
+    "ask",
+    "Request checks of undecided transactions",
+    "outbox_transaction ask",
+    Field("ids", "transaction or message ids", FieldKind.ID, positional=True, many=True),
+    Field("group", "only transactions of this producer group"),
+    Field("parked", "only parked transactions", FieldKind.FLAG),
+    Field("all", "transactions of every group, parked or not", FieldKind.FLAG),
+    Field(
+        "limit",
+        "at most so many transactions, the oldest first (default: %(default)s)",
+        FieldKind.COUNT,
+        default=LIMIT,
+        on_page=False,
+    ),
+    buttons={
+        "undecided": lambda row: (
+            _ask_button(row.one.transaction_id) if row.is_answered else [quiet("No process answers its checks.")]
+        ),
+        "parked transactions": _ask_parked,
+        "search": lambda found: (
+            _ask_button(found[0].transaction_id) if found[0].state in ("undecided", "parked") else []
+        ),
+        "undecided message": lambda page: _ask_button(page["message"].transaction_id) if page["is_answered"] else [],
+    },
+)
+def _ask(values: Values) -> ActionPlan:
+    ids, group, parked, limit = values["ids"], values["group"], values["parked"], values["limit"]
+    if sum((bool(ids), group is not None or parked, values["all"])) != 1:
+        raise UsageError("name transaction ids, or select by --group and --parked, or pass --all.")
+
+    def asked(*, dry_run: bool) -> Mapping[str, Any]:
+        found, silence = ask_again(ids, group=group, parked=parked, limit=limit, dry_run=dry_run)
+        state = {"state": _known(ids[0])} if len(ids) == 1 else {}
+        return {
+            "transactions": len(found),
+            "transaction_ids": found,
+            **({"no_answer": silence} if silence else {}),
+            **state,
+        }
+
+    planned = asked(dry_run=True)
+    count = planned["transactions"]
+    which = (
+        ", ".join(map(str, ids))
+        if ids
+        else f"{'parked' if parked else 'undecided'} ones" + (f" of producer group {group}" if group else "")
+    )
+    more = (
+        f" One action checks at most {limit:,} transactions: repeat the action for the other transactions."
+        if not ids and count == limit
+        else ""
+    )
+    silence = planned.get("no_answer", "")
+    then = (
+        "They stay undecided until a process of their producer group runs."
+        if silence
+        else "The next check-back pass of their producer group checks these transactions. After that, the page of the "
+        "message shows the answer."
+    )
+    return ActionPlan(
+        subject=f"producer group {group}" if group else f"transactions: {which}",
+        effect=f"The checks of {counted(count, 'transaction')} ({which}) are due now. {then}{more}",
+        caution=silence,
+        before={name: value for name, value in planned.items() if name != "no_answer"},
+        nothing=count == 0,
+        do=lambda: asked(dry_run=False),
+    )
+
+
 # -- decide, abort --------------------------------------------------------------------------------------
+
+
+def _decide_buttons(transaction_id: object) -> Sequence[Button]:
+    return [
+        Button("Commit …", "good", {"id": transaction_id, "decision": "commit"}),
+        Button("Roll back …", "bad", {"id": transaction_id, "decision": "rollback"}),
+    ]
 
 
 @action(
@@ -134,6 +233,14 @@ def switch_transactional(rejecting: bool) -> bool:
         FieldKind.FLAG,
         on_page=False,
     ),
+    buttons={
+        "undecided": lambda row: (
+            [quiet(f"It may still run: {row.one.may_run}.")]
+            if row.one.may_run
+            else _decide_buttons(row.one.transaction_id)
+        ),
+        "undecided message": lambda page: [] if page["may_run"] else _decide_buttons(page["message"].transaction_id),
+    },
 )
 def _decide(values: Values) -> ActionPlan:
     return _decision(values["id"], Decision[values["decision"].upper()], values["force"], values["running"])
@@ -229,80 +336,27 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
     }
 
 
-# -- ask ------------------------------------------------------------------------------------------------
-
-
-@action(
-    "ask",
-    "Request checks of undecided transactions",
-    "outbox_transaction ask",
-    Field("ids", "transaction or message ids", FieldKind.ID, positional=True, many=True),
-    Field("group", "only transactions of this producer group"),
-    Field("parked", "only parked transactions", FieldKind.FLAG),
-    Field("all", "transactions of every group, parked or not", FieldKind.FLAG),
-    Field(
-        "limit",
-        "at most so many transactions, the oldest first (default: %(default)s)",
-        FieldKind.COUNT,
-        default=LIMIT,
-        on_page=False,
-    ),
-)
-def _ask(values: Values) -> ActionPlan:
-    ids, group, parked, limit = values["ids"], values["group"], values["parked"], values["limit"]
-    if sum((bool(ids), group is not None or parked, values["all"])) != 1:
-        raise UsageError("name transaction ids, or select by --group and --parked, or pass --all.")
-
-    def asked(*, dry_run: bool) -> Mapping[str, Any]:
-        found, silence = ask_again(ids, group=group, parked=parked, limit=limit, dry_run=dry_run)
-        state = {"state": _known(ids[0])} if len(ids) == 1 else {}
-        return {
-            "transactions": len(found),
-            "transaction_ids": found,
-            **({"no_answer": silence} if silence else {}),
-            **state,
-        }
-
-    planned = asked(dry_run=True)
-    count = planned["transactions"]
-    which = (
-        ", ".join(map(str, ids))
-        if ids
-        else f"{'parked' if parked else 'undecided'} ones" + (f" of producer group {group}" if group else "")
-    )
-    more = (
-        f" One action checks at most {limit:,} transactions: repeat the action for the other transactions."
-        if not ids and count == limit
-        else ""
-    )
-    silence = planned.get("no_answer", "")
-    then = (
-        "They stay undecided until a process of their producer group runs."
-        if silence
-        else "The next check-back pass of their producer group checks these transactions. After that, the page of the "
-        "message shows the answer."
-    )
-    return ActionPlan(
-        subject=f"producer group {group}" if group else f"transactions: {which}",
-        effect=f"The checks of {counted(count, 'transaction')} ({which}) are due now. {then}{more}",
-        caution=silence,
-        before={name: value for name, value in planned.items() if name != "no_answer"},
-        nothing=count == 0,
-        do=lambda: asked(dry_run=False),
-    )
-
-
 # -- reject, accept -------------------------------------------------------------------------------------
 
 
-@action("reject", "Refuse new transactional messages", "outbox_transaction reject")
+@action(
+    "reject",
+    "Refuse new transactional messages",
+    "outbox_transaction reject",
+    buttons={"overview": lambda page: [] if page["is_rejecting"] else [Button("Refuse them …", "bad")]},
+)
 def _reject(values: Values) -> ActionPlan:
     return _switch(
         True, "New transactional messages are refused: every transaction that publishes such a message fails."
     )
 
 
-@action("accept", "Accept transactional messages again", "outbox_transaction accept")
+@action(
+    "accept",
+    "Accept transactional messages again",
+    "outbox_transaction accept",
+    buttons={"overview": lambda page: [Button("Accept them again")] if page["is_rejecting"] else []},
+)
 def _accept(values: Values) -> ActionPlan:
     return _switch(False, "New transactional messages are accepted again.")
 
@@ -353,20 +407,6 @@ def _last_answer(row: _Open) -> list[object]:
     return [badge("parked", "bad"), said] if one.state == "parked" else [said]
 
 
-def _buttons(row: _Open) -> list[object]:
-    transaction_id = row.one.transaction_id
-    ask: object = Button("ask", "Ask again", fields={"ids": transaction_id})
-    if not row.is_answered:
-        ask = quiet("No process answers its checks.")
-    if row.one.may_run:
-        return [ask, quiet(f"It may still run: {row.one.may_run}.")]
-    return [
-        ask,
-        Button("decide", "Commit …", "good", {"id": transaction_id, "decision": "commit"}),
-        Button("decide", "Roll back …", "bad", {"id": transaction_id, "decision": "rollback"}),
-    ]
-
-
 OPEN: Final = Listing(
     "undecided",
     (
@@ -377,7 +417,6 @@ OPEN: Final = Listing(
         Column("Checks", lambda row: row.one.checks, "number"),
         Column("Last answer", _last_answer),
         Column("Transaction", lambda row: message_link(row.one.transaction_id)),
-        actions(_buttons),
     ),
     _read,
     command="outbox_transaction list",
