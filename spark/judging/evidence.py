@@ -157,7 +157,9 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     if is_exact:
         texts = {f"b{number}": value for number, value in enumerate(_texts(document, F.col("again"), rule))}
     else:
-        texts = {f"b{n}": _text_at(document, f"$[0]{json_path(field)[1:]}") for n, field in enumerate(rule.fields)}
+        paths = {f"b{n}": f"$[0]{json_path(field)[1:]}" for n, field in enumerate(rule.fields)}
+        parsed = parsed.withColumns({b: F.try_variant_get(document, path, "string") for b, path in paths.items()})
+        texts = {b: _in_range(F.col(b), document, path) for b, path in paths.items()}
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
     read = parsed.withColumns(columns).drop("text", "document", "again")
     raw = [F.col(name) for name in texts]
@@ -246,11 +248,16 @@ def _kind(rule: Rule) -> Column:
 
 
 def _text_at(document: Column, path: str) -> Column:
-    """The text of a body's value. A number beyond the range of a double becomes a text that is no number.
+    """The text of a body's value."""
+    return _in_range(F.try_variant_get(document, path, "string"), document, path)
 
-    Spark reads such a number as infinite, and would give it the same text as the string "Infinity".
+
+def _in_range(text: Column, document: Column, path: str) -> Column:
+    """The text of a body's value; for a number beyond the range of a double, a text that is no number.
+
+    Spark reads such a number as infinite, and would give it the same text as the string "Infinity". `text` is read
+    twice: if it is not a column of an earlier step, Spark also extracts it from the document twice.
     """
-    text = F.try_variant_get(document, path, "string")
     kind = F.schema_of_variant(F.try_variant_get(document, path, "variant"))
     return F.when(text.isin("Infinity", "-Infinity") & (kind == "DOUBLE"), "a number beyond 1.8e308").otherwise(text)
 
