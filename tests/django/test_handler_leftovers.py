@@ -307,7 +307,7 @@ def test_which_statements_change_the_session() -> None:
 LEAVES: Final[dict[str, Callable[[str, list[Any]], object]]] = {
     "enter": lambda alias, kept: transaction.atomic(alias).__enter__(),
     "enter without savepoint": lambda alias, kept: transaction.atomic(alias, savepoint=False).__enter__(),
-    "generator": lambda alias, kept: kept.append(_inside_a_block(alias)) or next(kept[0]),
+    "generator": lambda alias, kept: [kept.append(_inside_a_block(alias)), next(kept[0])],  # type: ignore[func-returns-value]
 }
 
 
