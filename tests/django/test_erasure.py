@@ -660,7 +660,7 @@ def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
-    shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    shell = "\n".join(re.findall(r"^ *```sh\n(.*?)^ *```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
     lines = [shlex.split(line) for line in shell.splitlines() if line]
     managed = [line[1:] for line in lines if line[0] == "manage.py"]
     assert [line[0] for line in managed] == ["outbox_erase"] * 3 + ["outbox_subject_key"] * 2

@@ -39,8 +39,8 @@ def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: 
     [lag] = [one for one in look().verdict.conditions if one.name == "lag"]
     limits = {fact["group"]: (fact.get("waiting_for"), fact.get("limits")) for fact in lag.evidence}
     assert limits == {"mail": ("running limit", "running=2, burst=1"), "stock": (None, None)}
-    assert "the messages wait for this limit, which you can raise" in lag.next_step
-    assert "Add consumers, or fix the slow or blocked handler" in text_of(page(operator)), "the other group is behind"
+    assert "the group waits for this limit: raise it" in lag.next_step
+    assert "add consumers, or fix the slow or blocked handler" in text_of(page(operator)), "the other group is behind"
     [card] = cards([lag], group="mail")
     assert [(one.link, one.url) for one in card.evidence] == [
         ("Change the limits …", "/outbox/groups/one/?name=mail&topic=orders#limits")

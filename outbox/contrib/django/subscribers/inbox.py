@@ -212,9 +212,10 @@ def refresh_connections(*, in_handler: bool = False) -> None:
 def end_session(connection: BaseDatabaseWrapper) -> None:
     """Close a connection on which the transaction of a message could not begin, so that the next attempt gets another.
 
-    A handler may have made its session read-only, for example, by the driver's own connection.
+    A handler may have made its session read-only, for example, by the driver's own connection. On SQLite, another
+    writer is the cause, and a new connection would wait for it again.
     """
-    if connection.in_atomic_block or connection.connection is None:
+    if connection.in_atomic_block or connection.connection is None or connection.vendor == "sqlite":
         return
     if _has_pool(connection):
         # The pool drops a connection that is closed.
