@@ -42,13 +42,14 @@ class Topic:
 
     `queue_count` is the largest number of instances of a group that can consume the topic at the same time. If
     `queue_count` is 1, all messages of the topic are in one order. With `key_lock`, publishing to a FIFO topic locks
-    the key in the local transaction, so that the order in the queue is the order of local commits. Without `key_lock`,
-    the order in the queue is the order of commits only for transactions that do not overlap in time. If a message of a
-    FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release' delivers these
-    messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest number of
-    messages that a group may be behind, and `space_limit_bytes` the greatest size of all messages that the broker
-    stores. While a limit is exceeded, publishing raises TopicOverLimit if `on_limit` is 'refuse', and logs a warning if
-    it is 'warn'. With `searchable`, the installation makes an index of the topic's keys. Raises ConfigurationError.
+    the key in the local transaction, so that the order in the queue is the order of commits in one database. Without
+    `key_lock`, the order in the queue is the order of commits only for transactions that do not overlap in time. If a
+    message of a FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release'
+    delivers these messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest
+    number of messages that a group may be behind, and `space_limit_bytes` the greatest size of all messages that the
+    broker stores. While a limit is exceeded, publishing raises TopicOverLimit if `on_limit` is 'refuse', and logs a
+    warning if it is 'warn'. With `searchable`, the installation makes an index of the topic's keys. Raises
+    ConfigurationError.
     """
 
     name: str

@@ -2,8 +2,9 @@
 
 For each group and queue, only the row with the greatest (epoch, ordinal) counts.
 
-No statement updates a row, so no dead rows collect while a reader holds a snapshot. A row has the position of the group
-(`next_offset`), and counts the outcomes of all entries before that position. This equation is true for every row:
+No statement updates a row, and the newest row is read first, so consumers do not read the rows that retention removed
+while a reader holds a snapshot. A row has the position of the group (`next_offset`), and counts the outcomes of all
+entries before that position. This equation is true for every row:
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 

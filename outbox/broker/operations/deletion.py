@@ -6,7 +6,8 @@ dry run executes the same statements and rolls them back.
 
 The deletion of a topic only marks the topic's row. Rows of the log have no foreign key to topics, because it would lock
 the topic's row in each publish call, and a publishing process may know the topic for 30 s more. The inbox rows of a
-deleted group stay, so a new group with its name skips what the deleted group has handled.
+deleted group stay until they are pruned, so a new group with its name skips what the deleted group has handled in its
+first generation.
 """
 
 from __future__ import annotations

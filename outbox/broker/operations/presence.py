@@ -59,7 +59,7 @@ def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[
     Each element of `handled` has a consumer group, the generation in which the group handled the message, and the
     message id. Retention removes a message from the log once no group waits for it, so a message that is not in the log
     is not delivered. An operator may move a group back to any message in the log. An unknown group gets no messages,
-    and no group returns to an older generation.
+    and no group returns to an older generation, unless it is deleted or the broker is restored.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),
