@@ -16,6 +16,7 @@ from outbox.contrib.django.settings.conf import TopicOptions
 from outbox.contrib.django.settings.definition import definitions
 from tests.django import configured
 from tests.house.tables import SETTINGS, environment
+from tests.libraries import NEEDED_BY
 from tests.part_apps import command_files
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "maintainers" / "names.md"
@@ -67,7 +68,12 @@ def test_names_by_path_can_be_imported() -> None:
     # Some have models, which need settings and loaded apps.
     assert configured.OUTBOX
     for path in names_of_the_page()[BY_PATH]:
-        import_string(path)
+        try:
+            import_string(path)
+        except ModuleNotFoundError as error:
+            # `make install` leaves some libraries out.
+            if (error.name or "").partition(".")[0] not in NEEDED_BY:
+                raise
 
 
 def test_every_row_of_the_page_has_a_name_and_a_word_and_often_a_meaning() -> None:

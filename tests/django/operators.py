@@ -14,6 +14,7 @@ from outbox.broker.groups.members import CallReport, CallsReport
 from outbox.broker.groups.registration import ensure_retry_queue, register
 from outbox.broker.operations import dead_letters
 from outbox.contrib.django import publish
+from outbox.contrib.django.actions.listing import Listing
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import World
 from tests.django.support import sequence
@@ -36,6 +37,18 @@ def client_of(user: User | None, *, csrf: bool = False) -> Client:
     if user is not None:
         client.force_login(user)
     return client
+
+
+def command_of(listing: Listing, group: str) -> list[str]:
+    """The command line of a listing, with a value for each field that it needs."""
+    given = {"group": group, "topic": "orders"}
+    line = listing.command.split()
+    for field in listing.fields:
+        # The messages of the broker need a topic or a key.
+        if field.required or (listing.name, field.name) == ("messages", "topic"):
+            option = [] if field.positional else [f"--{field.name.replace('_', '-')}"]
+            line += [*option, given.get(field.name, "nothing")]
+    return line
 
 
 def bury(world: World, group: str, key: str, error: str, topic: str = "orders") -> None:

@@ -27,7 +27,6 @@ from outbox.broker.schema import grants, install
 from outbox.broker.schema.grants import Role
 from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
-from outbox.contrib.django.actions.listing import Listing
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database import aliases
 from outbox.contrib.django.database.aliases import alias_conninfo
@@ -40,7 +39,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import OutboxError
 from outbox.transaction import Decision, EndStatus, EndTransaction
-from tests.django.operators import ALL, client_of, make_user
+from tests.django.operators import ALL, client_of, command_of, make_user
 from tests.django.shop.models import Effect, Order
 from tests.django.support import sequence
 from tests.django.test_poolers import behind
@@ -459,15 +458,9 @@ def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(
         assert "The login of this process lacks a right" in page and "need the role work" in page
 
 
-def _arguments(listing: Listing) -> list[str]:
-    given = {"group": "effects", "topic": "orders"}
-    return [*listing.command.split(), *(given[one.name] for one in listing.fields if one.positional and one.required)]
-
-
 @pytest.mark.parametrize("path", ["two_phase"], indirect=True)
 def test_a_reader_may_run_every_list_and_a_publisher_is_refused_by_a_sentence(logins: dict[Role, str]) -> None:
-    commands = [_arguments(one) for one in LISTINGS.values() if one.command]
-    commands = [["outbox_message", "list", "orders"] if "outbox_message" in one else one for one in commands]
+    commands = [command_of(one, "effects") for one in LISTINGS.values() if one.command]
     assert ["outbox_group", "offsets", "effects"] in commands
     _connect_as(logins[Role.WATCH])
     for command in commands:

@@ -19,17 +19,14 @@ from outbox.contrib.django.actions.listing import COMMAND, PAGE, Listing
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
-from tests.django.operators import bury, working
+from tests.django.operators import bury, command_of, working
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
-
-ARGUMENTS = {"messages": ["orders"], "queues": ["mail"]}
 
 
 def printed(listing: Listing, *more: str) -> str:
     out = StringIO()
-    required = ["nothing" for one in listing.fields if one.required and one.positional]
-    call_command(*listing.command.split(), *ARGUMENTS.get(listing.name, required), *more, stdout=out, no_color=True)
+    call_command(*command_of(listing, "mail"), *more, stdout=out, no_color=True)
     return out.getvalue()
 
 
