@@ -160,7 +160,7 @@ class Leader:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
         pause = self._load.pause_seconds(max(counts.decisions, counts.appended), began, ended - began)
-        if pause and counts.decisions > 1 and not counts.more and announcements.pending(self._decided_channel):
+        if pause and counts.decisions > 1 and not counts.more:
             self._decided, self._gathers_until = True, ended + min(pause, self._settings.pace_seconds)
         return counts.grown
 

@@ -110,11 +110,6 @@ class Announcements:
         arrived, self._arrived = self._arrived, {}
         return arrived
 
-    def pending(self, channel: str) -> bool:
-        """Whether a notification has arrived on a channel since the last `wait`."""
-        self._consume()
-        return channel in self._arrived
-
     def discard(self, channel: str) -> None:
         """Drop the notifications on a channel that have arrived since the last `wait`."""
         self._consume()
