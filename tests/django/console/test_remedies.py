@@ -7,6 +7,7 @@ from uuid import UUID
 
 import pytest
 from django.test import Client
+from django.urls import reverse
 from django.utils import timezone
 
 from outbox.broker.groups import members
@@ -60,6 +61,16 @@ def test_each_remedy_is_an_action_with_its_fields() -> None:
             assert ACTIONS[one.action].permission is not None and one.tone in ("good", "bad", "plain")
             assert set(one.fields) <= set(declared)
             assert {name for name, field in declared.items() if field.required} <= set(one.fields)
+
+
+def test_each_place_of_a_condition_is_a_page() -> None:
+    """Otherwise the overview would fail as long as the condition holds."""
+    places = [
+        place for one in catalogue().values() for place in (one.shown.listed, one.shown.settled) if place is not None
+    ]
+    assert len(places) > 20
+    for place in places:
+        assert reverse(f"outbox:{place.page}"), place
 
 
 def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:
