@@ -489,12 +489,7 @@ class Caller:
         work.started_at = time.monotonic()
         faults.point("consumer.before_handler")
         results: list[Any] = [NOT_STARTED] * len(work.items)
-        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
-        try:
-            deliveries, places = self._deliveries(work, results)
-        finally:
-            if has_turn:
-                self._decoding.release()
+        deliveries, places = self._deliveries_in_turn(work, results)
         if not deliveries:
             return results
         fence.begin(work.fence_reason if shared is None else shared.fence_reason)
@@ -554,17 +549,13 @@ class Caller:
 
     def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
         results: list[Result] = [NOT_STARTED]
-        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
         try:
-            deliveries, _ = self._deliveries(work, results)
+            deliveries, _ = self._deliveries_in_turn(work, results)
         except BaseException as error:
             logger.error(
                 "decoding a message of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
             )
             deliveries, results = [], [error]
-        finally:
-            if has_turn:
-                self._decoding.release()
         if deliveries:
             return deliveries[0]
         work.results = _contained(work, results)
@@ -580,6 +571,15 @@ class Caller:
     def _decoder(self, subscribed: Subscribed) -> Callable[[Message], Any]:
         decoder = self._decoders[subscribed] = subscribed.subscription.decoder(self._codecs.decode)
         return decoder
+
+    def _deliveries_in_turn(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
+        """Do the same as `_deliveries`, while no other thread decodes, unless it takes long."""
+        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
+        try:
+            return self._deliveries(work, results)
+        finally:
+            if has_turn:
+                self._decoding.release()
 
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Return the deliveries and their places in the call.

@@ -61,7 +61,7 @@ class Concern(enum.StrEnum):
     """Why an operator should know a condition; the documents say which concerns are worth a page at night."""
 
     PUBLISHING = "publishing fails, or soon will"
-    WAITING = "messages wait until somebody acts"
+    WAITING = "messages wait until an operator acts"
     UNDECIDED = "transactions stay undecided"
     LOSS = "a guarantee is broken, or data is lost"
     HANDLERS = "handlers fail in large numbers"
