@@ -28,8 +28,12 @@ from outbox.contrib.django import (
     run_prune,
     transactional_message,
 )
+from outbox.contrib.django.actions.declaration import DeclaredAction
+from outbox.contrib.django.actions.listing import Listing
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import OutboxError
+from tests.django.operators import command_of
 from tests.part_apps import has
 
 SOME: Final = UUID("019aa000-0000-7000-8000-000000000000")
@@ -76,27 +80,14 @@ MORE: Final[dict[str, Callable[[], object]]] = {
 # Calls that only read, and calls that find by reading that there is nothing to change.
 READING: Final = (
     "outbox_audit settle --no-input",
-    "outbox_dead_letter list",
     f"outbox_transaction decide {SOME} rollback --force",
+    *(["outbox_dead_letter redirect effects --all --to returns --no-input"] if has("editing") else []),
     "outbox_doctor",
-    "outbox_group list",
-    "outbox_group offsets effects",
-    "outbox_group resume effects",
-    "outbox_group pause effects",
-    f"outbox_group skip effects orders {SOME} --no-input",
-    "outbox_message list orders",
+    *(["outbox_group limits effects orders --from-code --no-input"] if has("limits") else []),
     "outbox_message list --key k",
     f"outbox_message show {SOME}",
-    "outbox_process list",
-    *(
-        f"outbox_schedule {word}"
-        for word in ("list", "pause nightly", "resume nightly", "run nightly")
-        if has("schedules")
-    ),
     "outbox_status",
-    "outbox_topic list",
     "outbox_transaction accept",
-    "outbox_transaction list",
     "check --database=broker",
 )
 CHANGING: Final = (
@@ -104,6 +95,7 @@ CHANGING: Final = (
     "outbox_audit compare",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
+    *(["outbox_dead_letter edit effects --all --body {} --no-input"] if has("editing") else []),
     *(["outbox_erase orders --key k --reason asked --no-input"] if has("erasure") else []),
     "outbox_group reset effects orders --to-latest --no-input",
     "outbox_group delete effects --no-input",
@@ -135,7 +127,16 @@ OTHER_COMMANDS: Final = {
     ),
     "outbox_subject_key",
 }
-ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
+_DECLARED: Final[list[Listing | DeclaredAction]] = [*LISTINGS.values(), *ACTIONS.values()]
+# The declared listings and actions without a line above, with a value for each field that they need.
+DECLARED: Final = [
+    " ".join(command_of(one, "effects"))
+    for one in _DECLARED
+    if one.command
+    and one.command.split()[0] not in OTHER_COMMANDS
+    and not any(line.startswith(one.command) for line in (*READING, *CHANGING))
+]
+ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING, *DECLARED]
 
 
 def say(entry_point: str) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from outbox.broker.groups.members import CallReport, CallsReport
 from outbox.broker.groups.registration import ensure_retry_queue, register
 from outbox.broker.operations import dead_letters
 from outbox.contrib.django import publish
+from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.listing import Listing
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import World
@@ -39,16 +40,26 @@ def client_of(user: User | None, *, csrf: bool = False) -> Client:
     return client
 
 
-def command_of(listing: Listing, group: str) -> list[str]:
-    """The command line of a listing, with a value for each field that it needs."""
+_SAMPLES: Final = {
+    FieldKind.ID: "019aa000-0000-7000-8000-000000000000",
+    FieldKind.TIME: "2026-01-31T08:00:00+00:00",
+    FieldKind.PLACE: "2026-01-31T08:00:00+00:00/1",
+}
+
+
+def command_of(declared: Listing | DeclaredAction, group: str) -> list[str]:
+    """The command line of a listing or an action, with a value for each field that it needs."""
     given = {"group": group, "topic": "orders"}
-    line = listing.command.split()
-    for field in listing.fields:
+    line, chosen = declared.command.split(), {""}
+    for field in declared.fields:
         # The messages of the broker need a topic or a key.
-        if field.required or (listing.name, field.name) == ("messages", "topic"):
-            option = [] if field.positional else [f"--{field.name.replace('_', '-')}"]
-            line += [*option, given.get(field.name, "nothing")]
-    return line
+        if field.required or field.one_of not in chosen or (declared.name, field.name) == ("messages", "topic"):
+            chosen.add(field.one_of)
+            line += [] if field.positional else [f"--{field.name.replace('_', '-')}"]
+            numbers = field.kind in (FieldKind.NUMBER, FieldKind.COUNT, FieldKind.SECONDS)
+            sample = _SAMPLES.get(field.kind) or ("1" if numbers else next(iter(field.choices), "nothing"))
+            line += [] if field.kind is FieldKind.FLAG else [given.get(field.name, sample)]
+    return line if isinstance(declared, Listing) else [*line, "--no-input"]
 
 
 def bury(world: World, group: str, key: str, error: str, topic: str = "orders") -> None:

@@ -24,7 +24,17 @@ from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.views import SECONDS, SEE, View, with_headers
-from outbox.errors import ConfigurationError, InvalidSubscription, OutboxError, UnknownGroup, UnknownTopic, UsageError
+from outbox.errors import (
+    ConfigurationError,
+    InvalidSubscription,
+    NotSupported,
+    OutboxError,
+    UnknownGroup,
+    UnknownTopic,
+    UsageError,
+)
+
+_OTHER_ENGINE: Final = "This page does not work on this broker"
 
 
 def seeing(view: View) -> View:
@@ -90,7 +100,7 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
         with application():
             refusal = _refusal(request, permissions)
         if refusal is None and (text := _refused_by_engine(request)):
-            return problem(request, "This page does not work on this broker", text, status=404)
+            return problem(request, _OTHER_ENGINE, text, status=404)
         return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
@@ -98,6 +108,8 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
         if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
             return _unanswered(request, error)
         return problem(request, "The settings or the code of this project are wrong", str(error), status=500)
+    except NotSupported as error:
+        return problem(request, _OTHER_ENGINE, str(error), status=404)
     except UsageError as error:
         return problem(request, "This is not possible", str(error), status=400)
     except (OutboxError, psycopg.Error, DatabaseError) as error:

@@ -1,7 +1,8 @@
-"""The commands and pages that do not work on RocketMQ, and what to use instead. All others work.
+"""What to use on RocketMQ in place of commands and pages that do not work there.
 
-Tests compare the tables of docs/maintainers/rocketmq-operations.md with this file, and with the commands, pages and
-metrics of the code.
+A command or page that is not in these tables works, or needs the tables of a broker in PostgreSQL and says so
+(`outbox.contrib.django.database.aliases.require_database`). Tests compare the tables of
+docs/maintainers/rocketmq-operations.md with this file, and with the commands, pages and metrics of the code.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ _PUBLISH_ANEW: Final = "Publish the corrected message anew, then `outbox_dead_le
 COMMANDS: Final[Mapping[str, str]] = {
     "outbox_audit": "`outbox_status` shows the counts that RocketMQ has.",
     "outbox_audit compare": "RocketMQ deletes messages by age, so a missing one proves nothing. Keep backups of it.",
-    "outbox_audit settle": "RocketMQ has no comparison whose rows could be settled.",
     "outbox_dead_letter edit": _PUBLISH_ANEW,
-    "outbox_dead_letter edited": "RocketMQ changes no stored message, so there are no edits.",
     "outbox_dead_letter redirect": _PUBLISH_ANEW,
     "outbox_endpoint list": _ON_POSTGRES,
     "outbox_endpoint enable": _ON_POSTGRES,
@@ -37,7 +36,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
-    "outbox_group unblock": "options= is refused on RocketMQ, so no key is blocked.",
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
     "outbox_message list": "`outbox_message show` finds a message by its id, and `mqadmin queryMsgByKey` by its key.",
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "
@@ -60,7 +58,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_transaction check": _LEDGER_DECIDES,
     "outbox_transaction decide": _LEDGER_DECIDES,
     "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
-    "outbox_receiver forget": "RECEIVE is refused on RocketMQ, so there is no receiver to forget.",
 }
 
 _OVERVIEW: Final = "The overview page shows this for RocketMQ."
@@ -69,7 +66,6 @@ PAGES: Final[Mapping[str, str]] = {
     "search": "Use `mqadmin queryMsgByKey`, or `outbox_message show`.",
     "undecided": _OVERVIEW,
     "dead_letters": _OVERVIEW,
-    "edited": "RocketMQ changes no stored message, so there are no edits.",
     "waiting": "RocketMQ does not list waiting messages; the overview page shows the number of retries per group.",
     "groups": _OVERVIEW,
     "group": "Use `mqadmin consumerProgress`.",

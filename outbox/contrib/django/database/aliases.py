@@ -21,7 +21,7 @@ from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, NotSupported
 from outbox.utils.safe_text import mask_passwords
 
 # Connection parameters of Django or psycopg that libpq does not accept.
@@ -142,16 +142,16 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
 
 
 def require_database(settings: OutboxSettings) -> None:
-    """Raise ConfigurationError if there is no PostgreSQL broker to inspect."""
+    """Raise ConfigurationError if the broker is only in this process, and NotSupported if it is another engine."""
     if settings.in_memory:
         raise ConfigurationError(
             "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process and cannot be inspected from "
             "outside."
         )
     if not settings.has_database:
-        raise ConfigurationError(
-            f"the broker is not in a database (OUTBOX['BROKER'] = {mask_passwords(repr(settings.broker))}): inspect it "
-            "with its own tools (docs/engines.md)."
+        raise NotSupported(
+            "this needs the tables of a broker in PostgreSQL, and OUTBOX['BROKER'] is "
+            f"{mask_passwords(repr(settings.broker))}: use the tools of that engine (docs/engines.md)."
         )
 
 

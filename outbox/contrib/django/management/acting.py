@@ -1,10 +1,11 @@
 """The base class of commands that run declared actions and print declared listings.
 
-The class implements arguments, dry run, JSON, confirmation, audit and tables. Such a command has a `help` and nothing
-else, unless it has subcommands of its own:
+The class implements arguments, dry run, JSON, confirmation, audit and tables. Each declared action and listing of the
+command is a subcommand, with its title as help. A command has a `help` about their subject and nothing else, unless it
+has subcommands of its own:
 
     class Command(OperatorCommand):
-        help = "List, pause or resume groups."
+        help = "Show consumer groups, and act on them."
 """
 
 from __future__ import annotations

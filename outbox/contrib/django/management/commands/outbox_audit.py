@@ -1,4 +1,4 @@
-"""`manage.py outbox_audit [compare|settle]`: checks that every message is counted in exactly one place."""
+"""`manage.py outbox_audit`: checks that every message is counted in exactly one place."""
 
 from __future__ import annotations
 

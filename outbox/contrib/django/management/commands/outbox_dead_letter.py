@@ -1,4 +1,4 @@
-"""`manage.py outbox_dead_letter list|replay|discard`."""
+"""`manage.py outbox_dead_letter`: shows dead letters, and acts on them."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "List the dead letters of consumer groups, replay them, or discard them."
+    help = "Show the dead letters of consumer groups, and act on them."

@@ -1,4 +1,4 @@
-"""`manage.py outbox_group list|offsets|pause|resume|skip|reset|rename|delete`."""
+"""`manage.py outbox_group`: shows consumer groups, and acts on them."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "List, pause, resume, reset, limit, rename or delete consumer groups; skip a message."
+    help = "Show consumer groups, and act on them."

@@ -1,4 +1,4 @@
-"""`manage.py outbox_message list|show|recall|redeliver`."""
+"""`manage.py outbox_message`: shows messages, and acts on them. `show` prints the path of one message."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from outbox.contrib.django.operations.known_conditions import Observer, observer
 class Command(OperatorCommand):
     """Parses the arguments, then calls the function of the chosen subcommand."""
 
-    help = (
-        "List the stored messages of a topic or key, show the path of one message, recall waiting messages, or "
-        "deliver a message again to one group."
-    )
+    help = "Show messages, and act on them."
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)

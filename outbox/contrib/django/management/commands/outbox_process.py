@@ -1,4 +1,4 @@
-"""`manage.py outbox_process list`."""
+"""`manage.py outbox_process`: shows the consumer processes."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 

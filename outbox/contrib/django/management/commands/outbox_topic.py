@@ -1,4 +1,4 @@
-"""`manage.py outbox_topic list|create|alter|delete`."""
+"""`manage.py outbox_topic`: shows the topics of the broker, and changes them."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "Create, alter, delete or list the topics of the broker. `migrate` declares the topics of OUTBOX['TOPICS']."
+    help = "Show the topics of the broker, and change them. `migrate` declares the topics of OUTBOX['TOPICS']."

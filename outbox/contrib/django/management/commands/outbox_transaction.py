@@ -1,4 +1,4 @@
-"""`manage.py outbox_transaction list|check|ask|decide|abort|reject|accept`."""
+"""`manage.py outbox_transaction`: shows open transactions, and acts on them. `check` answers the due checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 class Command(OperatorCommand):
     """Parses the arguments, then calls the function of the chosen subcommand."""
 
-    help = "List and settle the open transactions of the broker, or refuse new transactions of a producer group."
+    help = "Show the open transactions of the broker, and act on them."
 
     def add_arguments(self, parser: CommandParser) -> None:
         check = self.add_subcommands(parser).add_parser(

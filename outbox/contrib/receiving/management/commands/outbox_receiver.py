@@ -1,4 +1,4 @@
-"""`manage.py outbox_receiver forget`."""
+"""`manage.py outbox_receiver`: acts on the stored state of receivers."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared action of this command."""
 
-    help = "Delete the state of receivers that are not in OUTBOX['RECEIVE'] any more."
+    help = "Act on the stored state of the receivers of OUTBOX['RECEIVE']."

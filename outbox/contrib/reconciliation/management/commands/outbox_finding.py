@@ -1,4 +1,4 @@
-"""`manage.py outbox_finding list|repair|forget`."""
+"""`manage.py outbox_finding`: shows saved findings, and acts on them."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "List the findings that `outbox_reconcile --save` has saved, do the repair of one, or forget a saved result."
+    help = "Show the findings that `outbox_reconcile --save` has saved, and act on them."

@@ -1,4 +1,4 @@
-"""`manage.py outbox_relay list|retry|discard`."""
+"""`manage.py outbox_relay`: shows what waits for the relay, and acts on it."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "List the messages that wait for the relay to RocketMQ, send a rejected one again, or discard one."
+    help = "Show the messages that wait for the relay to RocketMQ, and act on them."

@@ -1,4 +1,4 @@
-"""`manage.py outbox_schedule list|pause|resume|run`."""
+"""`manage.py outbox_schedule`: shows the schedules, and acts on them."""
 
 from outbox.contrib.django.management.acting import OperatorCommand
 
@@ -6,4 +6,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 class Command(OperatorCommand):
     """Runs the declared actions and prints the declared listings of this command."""
 
-    help = "List, pause, resume or run the schedules on the broker. Workers store the schedules of OUTBOX['SCHEDULES']."
+    help = "Show the schedules on the broker, and act on them. Workers store the schedules of OUTBOX['SCHEDULES']."
