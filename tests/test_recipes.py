@@ -185,8 +185,7 @@ def test_every_action_has_its_case_and_its_button() -> None:
     assert {one.form.listing for one in ACTIONS.values() if one.form} <= {one.name for one in LISTED if one.address}
     shown = {name for name, one in ACTIONS.items() if one.buttons or one.section or one.form}
     offered = {name for name, one in ACTIONS.items() if one.permission is not None}
-    # The page's button for it is `decide`, with the decision rollback.
-    assert shown == offered - {"abort"}
+    assert shown == offered
 
 
 def test_a_template_names_no_action() -> None:

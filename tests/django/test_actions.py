@@ -37,7 +37,6 @@ from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.shop.models import Order
-from tests.django.state import rolled_back
 from tests.django.support import sequence
 from tests.part_apps import app_of, command_files, has
 
@@ -92,14 +91,6 @@ def undecided(world: World) -> UUID:
 @case("decide", DECISIONS)
 def _decide(world: World) -> Given:
     return {"id": str(undecided(world)), "decision": "commit"}
-
-
-@case("abort", DECISIONS)
-def _abort(world: World) -> Given:
-    with rolled_back():
-        receipt = publish("orders", {}, key="7")
-    flush(within_seconds=5)
-    return {"id": str(receipt.transaction_id)}
 
 
 @case("ask", DUE)

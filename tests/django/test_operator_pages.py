@@ -11,10 +11,12 @@ from django.db import connections
 
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import OperatorAction
 from outbox.subscription import Subscription
 from tests.django.broker_world import World, new_world
 from tests.django.operators import bury
+from tests.django.state import rolled_back
 from tests.django.support import sequence
 from tests.django.test_actions import CASES
 from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
@@ -51,12 +53,19 @@ def delayed(world: World) -> str:
     return str(receipt.message_id)
 
 
+def abandoned() -> str:
+    """An undecided transaction that has rolled back."""
+    with rolled_back():
+        receipt = publish("orders", {}, key="7")
+    flush(within_seconds=5)
+    return str(receipt.transaction_id)
+
+
 def subject(world: World, given: Command) -> str:
     """What the command is about; returns the id that the reader fills in."""
     name, word = (*given.words, "", "")[:2]
     if name == "outbox_transaction":
-        made = CASES["abort" if word == "abort" else "decide"][0](world)
-        return str(made["id"])
+        return abandoned() if "rollback" in given.words else str(CASES["decide"][0](world)["id"])
     if name == "outbox_message" and word == "recall":
         return delayed(world)
     if (name, word) in (("outbox_group", "skip"), ("outbox_message", "redeliver")):

@@ -52,7 +52,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_topic alter": "Change OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
     "outbox_topic create": "Add the topic to OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
     "outbox_topic delete": f"{_MQADMIN} `mqadmin deleteTopic`.",
-    "outbox_transaction abort": _LEDGER_DECIDES,
     "outbox_transaction accept": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v false`.",
     "outbox_transaction ask": _LEDGER_DECIDES,
     "outbox_transaction check": _LEDGER_DECIDES,

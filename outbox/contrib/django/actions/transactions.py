@@ -203,7 +203,7 @@ def _ask(values: Values) -> ActionPlan:
     )
 
 
-# -- decide, abort --------------------------------------------------------------------------------------
+# -- decide --------------------------------------------------------------------------------------
 
 
 def _decide_buttons(transaction_id: object) -> Sequence[Button]:
@@ -243,18 +243,10 @@ def _decide_buttons(transaction_id: object) -> Sequence[Button]:
     },
 )
 def _decide(values: Values) -> ActionPlan:
-    return _decision(values["id"], Decision[values["decision"].upper()], values["force"], values["running"])
-
-
-@action("abort", "Abort a transaction that has not committed and is not running", "outbox_transaction abort", _ID)
-def _abort(values: Values) -> ActionPlan:
-    return _decision(values["id"], Decision.ROLLBACK, False, False)
-
-
-def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bool) -> ActionPlan:
-    check = _undecided(transaction_id)
+    decision, force = Decision[values["decision"].upper()], values["force"]
+    check = _undecided(values["id"])
     transaction_id = check.transaction_id
-    if force and not running:
+    if force and not values["running"]:
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
     said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
