@@ -195,7 +195,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_transaction list`": _command("outbox_transaction", "list"),
     "`outbox_transaction reject`": _command("outbox_transaction", "reject", "--no-input"),
     "`outbox_dead_letter list`": _command("outbox_dead_letter", "list"),
-    "`outbox_group list`": _command("outbox_group", "list"),
+    "`outbox_group offsets`": _command("outbox_group", "offsets", "effects"),
     "`outbox_group pause`": _command("outbox_group", "pause", "effects"),
     "`outbox_topic list`": _command("outbox_topic", "list"),
     "`outbox_topic create`": _create_topic,

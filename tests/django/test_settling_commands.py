@@ -19,6 +19,7 @@ from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
 from outbox.contrib.django import message, publish, publish_messages, subscriber
+from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.operations.watching import look
@@ -197,10 +198,9 @@ def _paused(group: str) -> bool:
 # -- the same words everywhere ----------------------------------------------------------------------
 
 ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
-LOOKS = ["audit compare", "doctor", "status", "transaction check"]
-LOOKS += ["dead_letter list", "dead_letter edited", "group list", "group offsets", "topic list"]
-LOOKS += ["message list", "message show", "transaction list"]
-PAGED = ["dead_letter list", "dead_letter edited", "message list", "transaction list"]
+LISTED = {one.command.removeprefix("outbox_"): one for one in LISTINGS.values() if one.command}
+LOOKS = ["audit compare", "doctor", "message show", "status", "transaction check", *LISTED]
+PAGED = [name for name, one in LISTED.items() if one.after]
 
 
 def parsers() -> Iterator[tuple[str, ArgumentParser]]:

@@ -303,7 +303,7 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
     if not queues:
         raise UsageError(
             f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: it has no offsets to move. "
-            "Check both names with `outbox_group list`."
+            "Check both names with `outbox_status`."
         )
     if number is not None and number not in {queue.number for queue in queues}:
         raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")

@@ -27,7 +27,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_endpoint enable": _ON_POSTGRES,
     "outbox_erase": "RocketMQ changes no stored message: publish with `Subject`, then `outbox_subject_key delete`.",
     "outbox_finding repair": "Publish the missing messages again from a task of your own.",
-    "outbox_group list": "`outbox_status` shows the groups with their lag.",
     "outbox_group offsets": f"{_MQADMIN} `mqadmin consumerProgress`.",
     "outbox_group delete": f"{_MQADMIN} `mqadmin deleteSubGroup`.",
     "outbox_group limits": "Set `threads` and the number of consumer processes.",

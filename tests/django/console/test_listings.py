@@ -61,7 +61,7 @@ def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: Worl
             for one in listing.on(PAGE, {"group": None}) if rows else ():
                 assert one.style == "head" or len(cells_of(page, one.label)) == len(rows), one.label
     ForwardEndpoint.objects.all().delete()
-    assert {"letters", "undecided", "workers", "endpoints", "queues", "messages", "groups_now"} <= set(seen)
+    assert {"letters", "undecided", "workers", "endpoints", "queues", "messages"} <= set(seen)
 
 
 def test_a_state_selects_the_same_rows_in_the_command_and_on_the_page(world: World, operator: Client) -> None:

@@ -266,23 +266,7 @@ def _delete(values: Values) -> ActionPlan:
     )
 
 
-# -- the lists ------------------------------------------------------------------------------------------
-
-
-def _read_groups(run: Executor, asked: Asked) -> Sequence[Mapping[str, object]]:
-    by_group: dict[str, list[QueueProgress]] = {}
-    for queue in list_queues(run):
-        by_group.setdefault(queue.group, []).append(queue)
-    return [
-        {
-            "group": group,
-            "queues": len(queues),
-            "lag": sum(queue.lag for queue in queues),
-            "stopped": sum(queue.stopped is not None for queue in queues),
-            "blocked": sum(queue.blocked_by is not None for queue in queues),
-        }
-        for group, queues in by_group.items()
-    ]
+# -- the list -------------------------------------------------------------------------------------------
 
 
 def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
@@ -290,13 +274,6 @@ def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
     return list_queues(run, asked["group"])
 
 
-LISTED: Final = Listing(
-    "groups_now",
-    [Column(name, name) for name in ("group", "queues", "lag", "stopped", "blocked")],
-    _read_groups,
-    command="outbox_group list",
-    help="list every group with its lag",
-)
 QUEUES: Final = Listing(
     "queues",
     (
