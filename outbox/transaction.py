@@ -50,16 +50,14 @@ class HalfTransaction:
 
     `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, of
     which each can answer a check. `ledger_id` is the id of the ledger in which a check must look for the answer; it is
-    None if the producer keeps no ledger. `checker` names the registered look-up that answers the check, or is empty.
-    `immunity_seconds` is the minimum age before the first check that may write. If `immunity_seconds` is None, the
-    broker's default applies. If the producer has a transactional id, `producer` is the sending instance, so that the
-    broker can refuse an older instance.
+    None if the producer keeps no ledger. `immunity_seconds` is the minimum age before the first check that may write.
+    If `immunity_seconds` is None, the broker's default applies. If the producer has a transactional id, `producer` is
+    the sending instance, so that the broker can refuse an older instance.
     """
 
     producer_group: str
     messages: Sequence[Message]
     ledger_id: UUID | None = None
-    checker: str = ""
     immunity_seconds: int | None = None
     producer: ProducerEpoch | None = None
 
@@ -121,7 +119,6 @@ class Check:
     transaction_id: UUID
     producer_group: str
     ledger_id: UUID | None
-    checker: str
     message: Message
     stored_at: datetime
     age_seconds: float
@@ -133,9 +130,8 @@ class Check:
 class Answer:
     """A checker's answer to one check.
 
-    `counts` is False if the outcome could not be looked up, because the checker is missing, the ledger is wrong, or the
-    local transaction still runs. Such an answer does not count for `max_checks`. If `alarm` is True, the broker records
-    an incident.
+    `counts` is False if the outcome could not be looked up, because the ledger is wrong, or the local transaction still
+    runs. Such an answer does not count for `max_checks`. If `alarm` is True, the broker records an incident.
     """
 
     transaction_id: UUID

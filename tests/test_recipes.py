@@ -40,7 +40,7 @@ RECIPES += ["a subscriber option", "a listing, or a column to one", "a part"]
 BESIDE = {"Receiver"}
 # Filled by the database, and those that only half messages have.
 FILLED = {"log_id", "xid", "stored_at"}
-OF_HALVES = {"immunity_seconds", "ledger_id", "checker"}
+OF_HALVES = {"immunity_seconds", "ledger_id"}
 APPENDING = re.compile(r"INSERT INTO commit_log(?: AS \w+)? \(([^)]*)\)")
 CONFLICT = "ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING"
 

@@ -353,7 +353,6 @@ class CheckBackSide:
             transaction_id=transaction.transaction_id,
             producer_group=half.producer_group,
             ledger_id=half.ledger_id,
-            checker=half.checker,
             message=half.messages[0],
             stored_at=transaction.stored_at,
             age_seconds=(self._now() - transaction.stored_at).total_seconds(),

@@ -280,7 +280,6 @@ class RocketMQBroker:
             transaction_id=asked.transaction_id,
             producer_group=asked.producer_group,
             ledger_id=asked.ledger_id,
-            checker=asked.checker,
             message=asked.message,
             stored_at=asked.born_at,
             age_seconds=age_seconds,

@@ -82,8 +82,6 @@ def _noted(message: Message, topic: str, half: HalfTransaction | None, namespace
         noted["group"] = half.producer_group
         if half.ledger_id is not None:
             noted["ledger"] = str(half.ledger_id)
-        if half.checker:
-            noted["checker"] = half.checker
         if half.immunity_seconds is not None:
             noted["immunity"] = half.immunity_seconds
     return json.dumps(noted, separators=(",", ":"))
@@ -108,7 +106,6 @@ class CheckProperties:
     producer_group: str
     namespace: str
     ledger_id: UUID | None
-    checker: str
     immunity_seconds: int | None
     message: Message
     born_at: datetime
@@ -126,7 +123,6 @@ def asked(wire: Any) -> CheckProperties | None:
         producer_group=noted["group"],
         namespace=noted.get("namespace", ""),
         ledger_id=UUID(noted["ledger"]) if "ledger" in noted else None,
-        checker=noted.get("checker", ""),
         immunity_seconds=noted.get("immunity"),
         message=message,
         born_at=message.born_at,

@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from typing import Final
 from uuid import UUID
 
-from outbox.message import Delivery, Message
-from outbox.transaction import Check, HalfTransaction
+from outbox.message import Delivery
+from outbox.transaction import HalfTransaction
 
 PREFIX: Final = "outbox_"
 # The names of the attributes of a record, without the prefix.
@@ -71,19 +71,11 @@ def about_half(half: HalfTransaction) -> dict[str, str]:
 
     The id, topic and key in `extra` are those of the transaction's first message.
     """
-    return _about_transaction(half.producer_group, half.messages[0])
-
-
-def about_check(check: Check) -> dict[str, str]:
-    """Return the argument `extra` of a log call about the transaction of a check."""
-    return _about_transaction(check.producer_group, check.message)
-
-
-def _about_transaction(group: str, first: Message) -> dict[str, str]:
+    first = half.messages[0]
     return about(
         message_id=first.message_id,
         transaction_id=first.message_id,
-        group=group,
+        group=half.producer_group,
         topic=first.topic,
         key=first.key,
     )

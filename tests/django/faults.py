@@ -127,15 +127,6 @@ def wrong_ledger(world: World) -> None:
 
 
 @fault("warning")
-def checker_disagrees(world: World) -> None:
-    """A look-up function contradicts the ledger."""
-    world.half()
-    [check] = get_broker().claim_checks("shop")
-    said = Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK, detail="look-up: True", alarm=True)
-    get_broker().report_answers("shop", [said])
-
-
-@fault("warning")
 def transaction_open(world: World) -> None:
     """A session leaves its transaction open."""
     world.limits(TRANSACTION_SECONDS=(0, None))

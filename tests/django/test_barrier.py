@@ -32,7 +32,6 @@ def check(transaction_id: UUID, *, alias: str = "default", may_write: bool = Tru
         "transaction_id": transaction_id,
         "producer_group": "shop",
         "ledger_id": ledger_id(alias),
-        "checker": "",
         "message": Message(topic="orders", body=b"{}", message_id=transaction_id),
         "stored_at": datetime.now(UTC),
         "age_seconds": 10.0,

@@ -15,8 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from outbox.contrib.django import run_check_back, transactional_message
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, incidents, stored
-from tests.django.support import end_messages_lost
+from tests.django.state import decisions, stored
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -218,26 +217,6 @@ def test_async_functions_side_by_side_in_one_loop() -> None:
     assert decisions() == {f"n{n}": "R" if n == 3 else "C" for n in range(6)}
 
 
-def test_a_check_runs_with_the_ledger_and_a_disagreement_is_reported() -> None:
-    @transactional_message("orders", key="checked", body={}, check=lambda message: message.key == "something else")
-    def checked(*, commit: bool) -> None:
-        Order.objects.create(number="checked")
-        raise Refused
-
-    with pytest.raises(Refused):
-        checked(commit=False)
-
-    @transactional_message("payments", key="lost-end", body={}, check=lambda message: False)
-    def committed() -> None:
-        Payment.objects.create(reference="lost-end")
-
-    with end_messages_lost():
-        committed()
-    run_check_back()
-    assert decisions() == {"checked": "R", "lost-end": "C"}
-    assert [kind for kind, detail in incidents() if "says False" in detail] == ["alarm"]
-
-
 @pytest.mark.parametrize(
     ("decorate", "complaint"),
     [
@@ -248,7 +227,6 @@ def test_a_check_runs_with_the_ledger_and_a_disagreement_is_reported() -> None:
         (lambda: transactional_message("orders", body={})(Till), "class-based view"),
         (lambda: transactional_message("orders", body=lambda nmae: {})(lambda name: None), "'nmae'.*name"),
         (lambda: transactional_message("orders", body={})(lambda result: None), "called 'result'"),
-        (lambda: transactional_message("orders", body={}, check=cast(Any, "yes"))(lambda: None), "check="),
     ],
 )
 def test_what_cannot_work_is_refused_at_decoration(decorate: Callable[[], Any], complaint: str) -> None:

@@ -268,7 +268,7 @@ def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
 
 # Names that the code or an operator gives, ids, hashes and numbers.
 WITHOUT_CONTENT: Final = {
-    *("audit.differences", "audit.facts", "bucket", "check_history.answer", "commit_log.tag", "commit_log.checker"),
+    *("audit.differences", "audit.facts", "bucket", "check_history.answer", "commit_log.tag"),
     *("commit_log.producer_group", "comparison", "consumer", "consumer_group", "consumer_process", "erased"),
     *("fenced_half", "incident.kind", "incident.subject", "leader_lease", "life", "life_sign", "missing_transaction"),
     *("pending_check.park_reason", "pending_check.producer_group", "periodic_pass", "producer_epoch", "producer_group"),

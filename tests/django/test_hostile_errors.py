@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from outbox import Check, Decision, Delivery, Message
+from outbox import Check, Delivery, Message
 from outbox.checkback import CheckBack
 from outbox.contrib.django import subscriber
-from outbox.contrib.django.ledger.check_functions import register_lookup
-from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
-from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
@@ -93,51 +89,6 @@ def test_a_text_in_the_place_of_an_error_is_a_failure() -> None:
     assert isinstance(first, Exception) and "'no such order'" in error_line(first)
     assert isinstance(second, Exception) and "whose __repr__ raised LookupError" in error_line(second)
     assert third is Disposition.HANDLED
-
-
-class _Doubtful:
-    """An answer that is neither true nor false, and cannot be shown."""
-
-    def __bool__(self) -> bool:
-        raise ValueError("neither")
-
-    __repr__ = BrokenText.__str__
-
-
-def check_of(checker: str) -> Check:
-    """A check of a transaction that the ledger knows as committed."""
-    message = Message(topic="orders", body=b"{}")
-    LedgerEntry.objects.create(transaction_id=message.message_id, state="C")
-    return Check(
-        transaction_id=message.message_id,
-        producer_group="shop",
-        ledger_id=LedgerIdentity.objects.get().ledger_id,
-        checker=checker,
-        message=message,
-        stored_at=datetime.now(UTC),
-        age_seconds=60.0,
-        checks=0,
-    )
-
-
-def test_a_broken_look_up_changes_no_answer_of_the_ledger() -> None:
-    def raising(name: str) -> Callable[[Message], bool]:
-        def look_up(message: Message) -> bool:
-            raise FAILURES[name]()
-
-        return look_up
-
-    for name in FAILURES:
-        register_lookup(f"hostile:{name}", raising(name))
-    register_lookup("hostile:doubtful", lambda message: _Doubtful())  # type: ignore[arg-type, return-value]
-    register_lookup("hostile:good", lambda message: True)
-    names = [*FAILURES, "doubtful"]
-    checks = [check_of(f"hostile:{name}") for name in [*names, "good"]]
-    answers = list(LedgerChecker(["default"]).check_local_transactions(checks))
-    assert [answer.decision for answer in answers] == [Decision.COMMIT] * len(checks)
-    details = {answer.transaction_id: answer.detail for answer in answers}
-    assert ["raised" in details[one.transaction_id] for one in checks] == [True] * len(names) + [False]
-    assert all(answer.detail.isprintable() and len(answer.detail) <= LONGEST_TEXT + 300 for answer in answers)
 
 
 def test_a_broken_checker_leaves_the_pass_alive() -> None:

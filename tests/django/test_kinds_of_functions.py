@@ -80,15 +80,6 @@ def test_method_decorator_on_a_method_with_parameters_of_its_own() -> None:
     assert decisions() == {"3": "C"}
 
 
-def test_a_check_needs_a_name_that_other_processes_find() -> None:
-    def pay(number: str) -> None: ...
-
-    decorate = transactional_message("orders", body={}, check=lambda message: True)
-    for declare in (lambda: method_decorator(decorate, name="post")(Place), lambda: decorate(functools.partial(pay))):
-        with pytest.raises(ConfigurationError, match="above a def"):
-            declare()
-
-
 class Counter:
     """A callable object."""
 

@@ -52,7 +52,7 @@ SELECT * FROM {schema}.append_batch(
     %(topics)s::integer[], %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[],
     %(headers)s::jsonb[], %(bodies)s::bytea[], %(delays)s::float8[], %(one_topic)s, %(one_tag)s::text,
     %(one_type)s::text, %(producer_group)s::text, %(transactional)s, %(half)s, %(immunity)s::integer,
-    %(ledger_id)s::uuid, %(checker)s::text, %(all_new)s
+    %(ledger_id)s::uuid, %(all_new)s
 )
 """)
 
@@ -70,9 +70,9 @@ _DECIDED_ONE: Final = Statement(
 
 _HALF_ONE: Final = Statement(
     """
-    SELECT {schema}.append_half($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15)
+    SELECT {schema}.append_half($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14)
     """,
-    (*_ONE, TEXT, TEXT, INTEGER, UUID_),
+    (*_ONE, TEXT, INTEGER, UUID_),
     (BIGINT,),
 )
 
@@ -138,7 +138,7 @@ def append_prepared(
     return _receipts(run, rows, log_ids or [], transactional=transactional), ServerIdentity(str(started_at), database)
 
 
-_NOT_HALF: Final = {"half": False, "immunity": None, "ledger_id": None, "checker": None}
+_NOT_HALF: Final = {"half": False, "immunity": None, "ledger_id": None}
 
 
 def _store_all(run: Executor, rows: Sequence[Prepared], values: dict[str, Any]) -> Any:
@@ -166,7 +166,7 @@ def append_half(
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
     immunity_seconds = default_immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
     if len(rows) == 1:
-        values = (half.producer_group, half.checker, immunity_seconds, half.ledger_id)
+        values = (half.producer_group, immunity_seconds, half.ledger_id)
         [(log_id,)] = all_rows(run, _HALF_ONE, (*_one(rows[0]), *values))
         log_ids = [] if log_id is None else [log_id]
     else:
@@ -176,7 +176,6 @@ def append_half(
             "immunity": immunity_seconds,
             "ledger_id": half.ledger_id,
             "producer_group": half.producer_group,
-            "checker": half.checker,
         }
         try:
             log_ids = _store_all(run, rows, given)[0] or []

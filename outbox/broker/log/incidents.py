@@ -26,8 +26,6 @@ class IncidentKind(enum.StrEnum):
     """An end message named an unknown transaction, or a transaction of another producer group."""
     PARKED = "parked"
     """A transaction has exceeded its check limits and waits for an operator or a late end message."""
-    ALARM = "alarm"
-    """A look-up function contradicted the ledger, whose answer counts."""
     WRONG_LEDGER = "wrong_ledger"
     """Check-back could not use the ledger of a transaction, for example because it is that of another project."""
     RESYNC = "resync"

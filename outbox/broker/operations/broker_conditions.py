@@ -303,7 +303,6 @@ _EVENT_SECONDS: Final = _DAY
 SETTLED_BY_OPERATORS: Final = {
     "contradicted": IncidentKind.CONTRADICTED,
     "refused": IncidentKind.REFUSED,
-    "checker_disagrees": IncidentKind.ALARM,
     "expired": IncidentKind.EXPIRED,
     "path_flipped": IncidentKind.PATH,
 }
@@ -419,19 +418,6 @@ def refused(state: BrokerState) -> Counted:
 )
 def wrong_ledger(state: BrokerState) -> Counted:
     return _of_incidents(state, IncidentKind.WRONG_LEDGER, is_open=True)
-
-
-@CONDITIONS.declare(
-    meaning="A function given as check= contradicted the ledger. outbox used the ledger's answer.",
-    next_step="Fix the function. Compare the business row with the output of `outbox_message show ID`. Then run "
-    "`outbox_audit settle --condition checker_disagrees`.",
-    concern=Concern.WITHIN_DAYS,
-    symptom=Symptom.UNDECIDED,
-    subject=("subject",),
-    shown=Shown(listed=INCIDENTS),
-)
-def checker_disagrees(state: BrokerState) -> Counted:
-    return _of_incidents(state, IncidentKind.ALARM, Severity.WARNING)
 
 
 @CONDITIONS.declare(

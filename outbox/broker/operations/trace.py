@@ -136,7 +136,7 @@ WITH named AS (
     SELECT log_id FROM named
 )
 SELECT log.log_id, log.message_id::text, log.transaction_id::text, topic.name AS topic, log.key, log.tag, log.half,
-       log.producer_group, log.checker, log.born_at::text, log.stored_at::text, log.deliver_at::text,
+       log.producer_group, log.born_at::text, log.stored_at::text, log.deliver_at::text,
        scheduled.due_at::text AS scheduled_for, held.held_at::text AS held_since, recalled.recalled_at::text
 FROM wanted JOIN {schema}.commit_log log USING (log_id)
 JOIN {schema}.topic USING (topic_id)

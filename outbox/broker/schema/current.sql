@@ -129,7 +129,6 @@ CREATE TABLE commit_log (
     immunity_seconds integer,
     ledger_id        uuid,
     producer_group   text,
-    checker          text,
     key              text        NOT NULL,
     tag              text        NOT NULL,
     content_type     text        NOT NULL,

@@ -34,7 +34,7 @@ _MAX_SCANS: Final = 100
 
 # The columns of _CheckRow that describe the message and the transaction.
 _ASKED_ABOUT: Final = """
-SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, log.ledger_id, log.checker,
+SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, log.ledger_id,
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
        log.born_at, """
 
@@ -133,7 +133,6 @@ class _CheckRow:
     transaction_id: UUID | None
     producer_group: str
     ledger_id: UUID | None
-    checker: str | None
     topic: str
     body: bytes
     key: str
@@ -167,7 +166,6 @@ class _CheckRow:
             transaction_id=self.transaction_id,
             producer_group=self.producer_group,
             ledger_id=self.ledger_id,
-            checker=self.checker or "",
             message=message,
             stored_at=self.stored_at,
             age_seconds=self.age_seconds,
@@ -240,12 +238,7 @@ def report_answers(
         parked = _postpone(run, producer_group, unknown, settings)
         _remember(run, answers)
         alarms = [
-            Incident(
-                # A ledger that can be used gives a decision, which a look-up function may contradict.
-                IncidentKind.WRONG_LEDGER if answer.decision is Decision.UNKNOWN else IncidentKind.ALARM,
-                str(answer.transaction_id),
-                answer.detail,
-            )
+            Incident(IncidentKind.WRONG_LEDGER, str(answer.transaction_id), answer.detail)
             for answer in answers
             if answer.alarm
         ]

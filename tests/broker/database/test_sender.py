@@ -72,9 +72,7 @@ def test_rows_of_messages_are_the_same(connection: BrokerConnection, fields: dic
     for message, way in zip(sent, ways, strict=True):
         with way():
             if is_half:
-                half = HalfTransaction(
-                    producer_group="g", messages=[message], ledger_id=LEDGER, checker="c", immunity_seconds=7
-                )
+                half = HalfTransaction(producer_group="g", messages=[message], ledger_id=LEDGER, immunity_seconds=7)
                 [receipt] = commit_log.append_half(run, catalog, half)
             else:
                 [receipt] = commit_log.append_decided(run, catalog, [message], producer_group="g")

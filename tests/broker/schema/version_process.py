@@ -99,7 +99,7 @@ def _publish_two_phase(
     end: bool,
 ) -> None:
     connection.execute("INSERT INTO ledger VALUES (%s, 'C')", [message.message_id])
-    broker.send_half(HalfTransaction(producer_group=GROUP, messages=(message,), checker="ledger"))
+    broker.send_half(HalfTransaction(producer_group=GROUP, messages=(message,)))
     connection.execute("INSERT INTO business VALUES (%s, 'two-phase')", [message.message_id])
     connection.commit() if commit else connection.rollback()
     if end:

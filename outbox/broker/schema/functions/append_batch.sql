@@ -28,7 +28,6 @@ CREATE OR REPLACE FUNCTION append_batch(
     half             boolean,
     immunity_seconds integer,
     ledger_id        uuid,
-    checker          text,
     all_new          boolean,
     OUT log_ids      bigint[],
     OUT started_at   numeric,
@@ -55,11 +54,11 @@ BEGIN
     IF all_new THEN
         WITH stored AS (
             INSERT INTO commit_log AS log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-                                           immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type,
+                                           immunity_seconds, ledger_id, producer_group, key, tag, content_type,
                                            headers, body)
             SELECT given.born_at, coalesce(given.deliver_at, clock_timestamp() + make_interval(secs => given.delay)),
                    transaction_id, given.message_id, coalesce(given.topic_id, one_topic), given.shard, half,
-                   immunity_seconds, ledger_id, checker, producer_group,
+                   immunity_seconds, ledger_id, producer_group,
                    CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
                              AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
                              AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE
@@ -84,11 +83,11 @@ BEGIN
     ELSE
         WITH stored AS (
             INSERT INTO commit_log AS log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-                                           immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type,
+                                           immunity_seconds, ledger_id, producer_group, key, tag, content_type,
                                            headers, body)
             SELECT given.born_at, coalesce(given.deliver_at, clock_timestamp() + make_interval(secs => given.delay)),
                    transaction_id, given.message_id, coalesce(given.topic_id, one_topic), given.shard, half,
-                   immunity_seconds, ledger_id, checker, producer_group,
+                   immunity_seconds, ledger_id, producer_group,
                    CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
                              AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
                              AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE

@@ -13,7 +13,6 @@ CREATE OR REPLACE FUNCTION append_half(
     deliver_at       timestamptz,
     delay_seconds    double precision,
     producer_group   text,
-    checker          text,
     immunity_seconds integer,
     ledger_id        uuid
 ) RETURNS bigint
@@ -35,10 +34,10 @@ BEGIN
         PERFORM refuse_undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
     END IF;
     INSERT INTO commit_log AS stored (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-                                      immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type,
+                                      immunity_seconds, ledger_id, producer_group, key, tag, content_type,
                                       headers, body)
     SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay_seconds)), message_id,
-           message_id, topic_id, shard, true, immunity_seconds, ledger_id, checker, producer_group, key, tag,
+           message_id, topic_id, shard, true, immunity_seconds, ledger_id, producer_group, key, tag,
            content_type, headers, body
     FROM broker WHERE NOT reject_transactional
     ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING

@@ -12,10 +12,8 @@ the checker tries to write the tombstone itself, by a plain INSERT in autocommit
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from contextvars import Context
 from typing import Final
 from uuid import UUID
 
@@ -27,13 +25,9 @@ from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.database.in_tests import guarded_off
 from outbox.contrib.django.ledger import ledger
-from outbox.contrib.django.ledger.check_functions import find_lookup
 from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
-from outbox.utils import log_context
 from outbox.utils.faults import point
-from outbox.utils.safe_text import error_line, printable, shown_text, shown_value
-
-logger = logging.getLogger(__name__)
+from outbox.utils.safe_text import shown_text
 
 # A tombstone's INSERT waits at most this long for a lock. This time is long enough for another checker's INSERT to end,
 # and so short that the wait hardly delays other answers.
@@ -269,31 +263,8 @@ def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) ->
 
 
 def _decided(check: Check, state: str) -> Answer:
-    """Return the answer from a ledger row. If the check has a look-up, report if its answer contradicts the row."""
     decision = _DECISIONS[state]
-    said = f"the ledger says {decision.name}"
-    try:
-        # This may import the module of the look-up.
-        lookup = find_lookup(check.checker) if check.checker else None
-        if lookup is None:
-            return Answer(transaction_id=check.transaction_id, decision=decision, detail=said)
-        found = Context().run(lookup, check.message)
-        # The result may define `__bool__`, which belongs to the look-up too.
-        disagree = bool(found) != (decision is Decision.COMMIT)
-    except Exception as error:
-        logger.error(
-            "the look-up %s failed; the ledger's answer stands",
-            check.checker,
-            extra=log_context.about_check(check),
-            exc_info=printable(error),
-        )
-        return Answer(
-            transaction_id=check.transaction_id,
-            decision=decision,
-            detail=f"{said}; {check.checker} raised {error_line(error)}",
-        )
-    detail = f"{said}, but {check.checker} says {shown_value(found)}" if disagree else f"{said}, {check.checker} agrees"
-    return Answer(transaction_id=check.transaction_id, decision=decision, detail=detail, alarm=disagree)
+    return Answer(transaction_id=check.transaction_id, decision=decision, detail=f"the ledger says {decision.name}")
 
 
 def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:

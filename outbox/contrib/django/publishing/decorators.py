@@ -27,7 +27,6 @@ from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import in_pipeline, lost, statement_text, sync_pipeline, watch_of
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import ledger
-from outbox.contrib.django.ledger.check_functions import Lookup, register_lookup
 from outbox.contrib.django.publishing.publish import (
     Published,
     build,
@@ -40,11 +39,9 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import (
-    has_a_name,
     is_asynchronous,
     is_generator,
     name_of,
-    path_of,
     refuse_work_to_come,
     signature_of,
 )
@@ -369,7 +366,6 @@ def transactional_message(
     delay: float | timedelta | None = ...,
     deliver_at: datetime | Callable[..., datetime] | None = ...,
     timeout: float | timedelta | None = ...,
-    check: Lookup | None = ...,
     immunity_seconds: int | None = ...,
     using: str | None = ...,
     durable: bool = ...,
@@ -380,7 +376,6 @@ def transactional_message(
 def transactional_message(
     *,
     messages: Callable[..., Iterable[Message]],
-    check: Lookup | None = ...,
     immunity_seconds: int | None = ...,
     using: str | None = ...,
     durable: bool = ...,
@@ -398,7 +393,6 @@ def transactional_message(
     delay: float | timedelta | None = None,
     deliver_at: datetime | Callable[..., datetime] | None = None,
     timeout: float | timedelta | None = None,
-    check: Lookup | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
     durable: bool = False,
@@ -422,11 +416,8 @@ def transactional_message(
     `messages` is a function whose parameters follow the same rules as the parameters of `body`. The function returns or
     yields any number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
-    `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
-    Order.objects.filter(pk=m.key, status="paid").exists()`. Check-back
-    answers from the ledger, and also calls the look-up to raise an alarm if both disagree. `immunity_seconds` is how
-    long the broker waits before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a
-    function that runs for a long time.
+    `immunity_seconds` is how long the broker waits before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose
+    a larger number for a function that runs for a long time.
     `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a write to
     another alias is refused. With `durable`, a call inside another transaction is refused.
 
@@ -464,7 +455,6 @@ def transactional_message(
         delay=delay,
         timeout=timeout,
         immunity_seconds=immunity_seconds,
-        check=check,
         using=using,
         durable=durable,
     )
@@ -507,7 +497,6 @@ class _Decorator:
     delay: float | timedelta | None
     timeout: float | timedelta | None
     immunity_seconds: int | None
-    check: Lookup | None
     using: str | None
     durable: bool
 
@@ -518,26 +507,8 @@ class _Decorator:
             name=name_of(function),
             signature=signature_of(function),
             parts={what: part(function, what, value, may_yield=what == MESSAGES) for what, value in self.given.items()},
-            checker=self._register_check(function),
         )
         return cast(Function, _wrap(function, call))
-
-    def _register_check(self, function: Callable[..., Any]) -> str:
-        """Register the look-up. Returns the name by which other processes find the look-up, or '' without a look-up."""
-        if self.check is None:
-            return ""
-        if not has_a_name(function):
-            raise ConfigurationError(
-                f"check= of {self._about} needs a decorated function that every process can import by its name: "
-                "write @transactional_message above a def, not in method_decorator or around functools.partial."
-            )
-        checker = path_of(function)
-        register_lookup(checker, self.check)
-        return checker
-
-    @property
-    def _about(self) -> str:
-        return f"topic {self.topic!r}" if self.topic else "several messages"
 
     def build(self, values: dict[str, Any], name: str) -> list[Message]:
         """Build the messages of one call of the function `name` from the values of the parts."""
@@ -609,14 +580,12 @@ def _refuse_unsuitable(function: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with the parts of its message. Check-back finds the function's look-up by the name
-    `checker`."""
+    """A decorated function with the parts of its message."""
 
     decorator: _Decorator
     name: str
     signature: inspect.Signature
     parts: Mapping[str, MessagePart]
-    checker: str
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open the block, publish the messages, run the function and end the block. Report a certain rollback."""
@@ -664,7 +633,6 @@ class _Call:
         published = publish_bound(
             built,
             using=connection.alias,
-            checker=self.checker,
             immunity_seconds=self.decorator.immunity_seconds,
         )
         return published if published.is_stored else None

@@ -431,7 +431,6 @@ def publish_bound(
     messages: Sequence[Message],
     *,
     using: str | None = None,
-    checker: str = "",
     immunity_seconds: int | None = None,
     producer: ProducerEpoch | None = None,
     at_once: bool = False,
@@ -439,17 +438,16 @@ def publish_bound(
 ) -> Published:
     """Like `publish_messages`. `current`: the engine of this process, if the caller has read it already.
 
-    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). If `producer` is not the newest
-    instance of its transactional id, the broker refuses the messages. If the call raises an error, the caller must roll
-    back the block. The broker may have stored the half message before the error. Check-back rolls this half message
-    back, because its ledger row is missing.
+    If `producer` is not the newest instance of its transactional id, the broker refuses the messages. If the call
+    raises an error, the caller must roll back the block. The broker may have stored the half message before the error.
+    Check-back rolls this half message back, because its ledger row is missing.
     """
     if running_loop() is not None:
         _outside_of_coroutines()
     current = current or current_engine()
     terms = _ORDINARY
-    if checker or immunity_seconds is not None or producer is not None:
-        terms = _HalfTerms(checker, immunity_seconds, producer)
+    if immunity_seconds is not None or producer is not None:
+        terms = _HalfTerms(immunity_seconds, producer)
     if tracing.tracer is None:
         return _publish(current, messages, using, terms, at_once)
     with tracing.tracer.publishing(messages) as traced:
@@ -496,12 +494,11 @@ def _publish(
 class _HalfTerms:
     """The fields of a half transaction that the caller chooses (see HalfTransaction)."""
 
-    checker: str
     immunity_seconds: int | None
     producer: ProducerEpoch | None
 
 
-_ORDINARY: Final = _HalfTerms("", None, None)
+_ORDINARY: Final = _HalfTerms(None, None)
 
 
 _Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_HalfTerms"], Published]
@@ -888,7 +885,6 @@ def _publish_halves(
         producer_group=group,
         messages=messages,
         ledger_id=ledger_id,
-        checker=terms.checker,
         immunity_seconds=terms.immunity_seconds,
         producer=terms.producer,
     )

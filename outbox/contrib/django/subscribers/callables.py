@@ -9,15 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
-
-# The name of the module in which Django's method_decorator makes a stand-in function. method_decorator passes the
-# stand-in to the decorator instead of the method.
-_METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
 def is_asynchronous(function: Callable[..., Any]) -> bool:
@@ -76,20 +72,6 @@ def path_of(function: Any) -> str:
     """Return `module:function`, the path by which another process can find the function."""
     named = _named(function)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def has_a_name(function: Any) -> bool:
-    """Return whether the callable has a name of its own.
-
-    For a callable without a name of its own, `name_of` returns the name of its function or its class. The stand-in
-    function of Django's method_decorator counts as a callable without a name.
-    """
-    return hasattr(function, "__qualname__") and not is_stand_in(function)
-
-
-def is_stand_in(function: Any) -> bool:
-    """Return whether `method_decorator` has passed this function to a decorator in place of the method."""
-    return getattr(function, "__module__", "") == _METHOD_DECORATOR
 
 
 def _named(function: Any) -> Any:

@@ -194,7 +194,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
             failed.append(error)
             stop.set()
 
-    # A daemon thread, so that the process can end while a look-up that the application gave (`check=`) hangs.
+    # A daemon thread, so that the process can end while a request to a ledger's database hangs.
     checking = threading.Thread(target=check, name="outbox-check", daemon=True)
     checking.start()
     try:
