@@ -121,10 +121,6 @@ class OutboxCommand(BaseCommand):
         if shown >= limit:
             self.say(f"there may be more rows: {'pass a higher --limit' if place is None else f'pass --after {place}'}")
 
-    def clear(self) -> None:
-        """On a terminal, clear the screen. Otherwise print an empty line."""
-        self.stdout.write("\x1b[H\x1b[2J" if self.stdout.isatty() else "", ending="\n")
-
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))

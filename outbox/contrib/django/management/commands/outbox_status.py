@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -36,22 +35,12 @@ class Command(OutboxCommand):
             help="show whether every process of this machine's worker has a recent heartbeat; reads no database",
         )
         probes.add_argument("--ready", action="store_true", help="like --live, and show whether every process can work")
-        probes.add_argument(
-            "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="repeat until interrupted"
-        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["probe"] or options["live"] or options["ready"]:
             self._probe(options)
             return
         found = self._show(options["json"])
-        while options["watch"]:
-            try:
-                time.sleep(options["watch"])
-                self.clear()
-                found = self._show(options["json"])
-            except KeyboardInterrupt:
-                break
         if found.verdict.severity:
             sys.exit(int(found.verdict.severity))
 
