@@ -158,7 +158,7 @@ class Leader:
         """
         now = time.monotonic()
         self._decided |= decided
-        if now < self._act_at():
+        if now < max(self._rests_until, self._gathers_until if self._decided else self._look_at):
             return None
         after = after if self._decided else None
         self._decided = False
@@ -186,7 +186,8 @@ class Leader:
 
     def wait_seconds(self) -> float:
         """Return how many seconds the caller may wait for a notification before it must call `lead` again."""
-        return max(0.0, self._act_at() - time.monotonic())
+        act_at = max(self._rests_until, self._gathers_until if self._decided else self._look_at)
+        return max(0.0, act_at - time.monotonic())
 
     @property
     def is_gathering(self) -> bool:
@@ -214,9 +215,6 @@ class Leader:
             self._lease.release(run.connection)
         self.note.worked()
 
-    def _act_at(self) -> float:
-        return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
-
     def _tick(self, run: Executor, after: AfterTick | None) -> tuple[TickCounts, float, float]:
         """Make one tick and record its duration. After a collision, check the leader lease again.
 
@@ -234,7 +232,8 @@ class Leader:
     def _idle_seconds(self, counts: TickCounts) -> float:
         """Return the time in seconds from this tick to the next tick if no notification arrives."""
         waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
-        waits += [max(0.0, work.look_at - time.monotonic()) for work in self._part_works]
+        if self._part_works:
+            waits += [max(0.0, work.look_at - time.monotonic()) for work in self._part_works]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
         return min(waits)
@@ -436,19 +435,17 @@ class _Ticked:
 
     @classmethod
     def parse(cls, row: Row) -> Self:
-        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, grown, is_heard, met = [
-            None if one is None else one.decode() for one in row
-        ]
+        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, grown, is_heard, met = row
         if obstacle is not None:
-            return cls(obstacle, "", None, "", False, [], TickCounts())
-        decisions, appended, held, released, scheduled, due = [int(one or 0) for one in counts]
+            return cls(obstacle.decode(), "", None, "", False, [], TickCounts())
+        decisions, appended, held, released, scheduled, due = map(int, counts)
         return cls(
             None,
-            seen or "",
-            stored,
-            nothing_due_before or "-infinity",
-            is_heard == "t",
-            [(log_id, (topic_id, key)) for log_id, topic_id, key in json.loads(met or "[]")],
+            seen.decode(),
+            None if stored is None else stored.decode(),
+            "-infinity" if nothing_due_before is None else nothing_due_before.decode(),
+            is_heard == b"t",
+            [] if met is None else [(log_id, (topic_id, key)) for log_id, topic_id, key in json.loads(met)],
             TickCounts(
                 ticked=stored is not None,
                 decisions=decisions,
@@ -457,9 +454,9 @@ class _Ticked:
                 released=released,
                 scheduled=scheduled,
                 due=due,
-                more=more == "t",
+                more=more == b"t",
                 next_due_seconds=None if next_due_seconds is None else float(next_due_seconds),
-                grown=grown,
+                grown=None if grown is None else grown.decode(),
             ),
         )
 
@@ -517,7 +514,8 @@ class Sequencer:
             faults.point("sequencer.before_tick")
             counts = self._tick(trip, connection, state)
             faults.point("sequencer.after_tick")
-            self._hint(connection, state)
+            if not state.order.is_idle:
+                self._hint(connection, state)
             if after is not None and self._answer is not None:
                 after.answered(self._answer)
             return counts
@@ -558,32 +556,33 @@ class Sequencer:
         now = self._clock()
         if now >= state.look_at_all_due_at:
             state.due_from, state.look_at_all_due_at = b"-infinity", now + LOOK_AT_ALL_DUE_SECONDS
-        if not state.is_entangled and not state.must_look(now):
+        is_idle = state.order.is_idle
+        if not state.is_entangled and (is_idle or not state.must_look(now)):
             try:
-                return self._tick_at_once(trip, state)
+                return self._tick_at_once(trip, state, is_idle)
             except _MustLook:
                 pass
         return self._tick_in_order(trip, connection, state)
 
-    def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """Make a tick in one round trip.
+    def _tick_at_once(self, trip: RoundTrip, state: TickState, is_idle: bool) -> TickCounts:
+        """Make a tick in one round trip. `is_idle`: no FIFO message is open or held.
 
         If FIFO messages may appear while other messages are open or held, the tick needs two round trips, because only
         this process knows the order of FIFO messages.
         """
-        asks = state.meets_fifo and not state.order.is_idle
+        asks = state.meets_fifo and not is_idle
         self._begin(trip)
-        tick = self._append(trip, state, Plan(), asks=asks)
+        tick = self._append(trip, state, _NO_PLAN, is_waiting=not is_idle, asks=asks)
         faults.point("sequencer.mid_tick")
         if not asks:
-            return self._commit(trip, state, Plan(), tick)
+            return self._commit(trip, state, _NO_PLAN, tick)
         ticked = _Ticked.parse(trip.finish()[tick][0])
         if not all(state.order.is_apart(*one) for one in ticked.met):
             trip.send(_ROLLBACK)
             trip.finish()
             raise _MustLook
         state.meets_fifo = bool(ticked.met) or not ticked.counts.decisions
-        return self._commit(trip, state, Plan(), tick, ticked)
+        return self._commit(trip, state, _NO_PLAN, tick, ticked)
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
         """Make a tick in two round trips with one snapshot.
@@ -606,7 +605,7 @@ class Sequencer:
         let_go = released_by_parking(Executor(connection, self._schema), state, newest_parked, now)
         plan = plan_of(order, messages, let_go, now, self._batch)
         faults.point("sequencer.mid_tick")
-        tick = self._append(trip, state, plan)
+        tick = self._append(trip, state, plan, is_waiting=not order.is_idle)
         return self._commit(trip, state, plan, tick)
 
     def _begin(self, trip: RoundTrip) -> None:
@@ -615,7 +614,7 @@ class Sequencer:
             trip.send(timeouts.LIFT, {"local": b"true"})
             trip.send(TICK_SETTINGS, {"local": b"true"})
 
-    def _append(self, trip: RoundTrip, state: TickState, plan: Plan, *, asks: bool = False) -> int:
+    def _append(self, trip: RoundTrip, state: TickState, plan: Plan, *, is_waiting: bool, asks: bool = False) -> int:
         parameters = self._reading(state) | {
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
@@ -623,7 +622,7 @@ class Sequencer:
             "instance": self._owner.bytes.hex().encode(),
             "fifo_topics": _array(state.fifo_topics) if state.fifo_topics else _EMPTY,
             "parked": state.newest_parked,
-            "is_waiting": _BOOLEAN[not state.order.is_idle],
+            "is_waiting": _BOOLEAN[is_waiting],
             "is_asking": _BOOLEAN[asks],
             "is_full": _BOOLEAN[(state.tick_id + 1) % FULL_EVERY == 0],
             "has_looked": _BOOLEAN[plan.has_looked],
@@ -698,14 +697,15 @@ class Sequencer:
             raise _Outdated("a topic has become FIFO, or is no longer FIFO")
         if ticked.obstacle is not None:
             raise _MustLook
+        seen = Snapshot.parse(ticked.seen)
         if plan.has_looked or not ticked.counts.more:
             # `half_snapshot` does not change if the tick left rows unread, and this process did not read the FIFO
             # messages before the tick. The unread rows may contain FIFO messages.
-            state.half_snapshot = Snapshot.parse(ticked.seen)
+            state.half_snapshot = seen
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:
             state.tick_id += 1
-            state.snapshot = Snapshot.parse(ticked.stored)
+            state.snapshot = seen if ticked.stored == ticked.seen else Snapshot.parse(ticked.stored)
         if plan.has_looked and state.order.has_releasable:
             return replace(ticked.counts, more=True)
         return ticked.counts
@@ -721,5 +721,6 @@ def _array(values: Sequence[int]) -> bytes:
     return b"{%s}" % ",".join(map(str, values)).encode()
 
 
+_NO_PLAN: Final = Plan()
 _EMPTY: Final = b"{}"
 _BOOLEAN: Final = {False: b"false", True: b"true"}
