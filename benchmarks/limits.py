@@ -24,10 +24,10 @@ from outbox.broker.consumer.runtime import ConsumerRuntime, tune_garbage_collect
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
+from outbox.broker.leading import Sequencer
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.limits import Limits
 from outbox.message import Delivery, Message
 from outbox.subscription import Subscription

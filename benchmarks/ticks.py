@@ -29,10 +29,10 @@ from benchmarks.harness import Spread, server, table
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import Sequencer
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.schema.install import install
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 from outbox.transaction import HalfTransaction

@@ -58,6 +58,13 @@ def test_every_path_on_the_pages_is_checked() -> None:
     assert {path.split("/")[0] for path in paths} == {"outbox", "spark"}
 
 
+def test_the_way_of_a_message_is_read_in_eight_files() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("\n## One message on the atomic path\n", 1)[1].split("\n### ")[0]
+    files = dict.fromkeys(path for path, _ in NAMED.findall(section))
+    assert len(files) == 8, files
+    assert re.findall(r"^(\d)\. \*\*", section, re.MULTILINE) == [str(number) for number in range(1, 9)]
+
+
 def test_architecture_stays_short_and_lines_fit() -> None:
     assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 250, "move details to docs/maintainers/"
     # A row of a table cannot be broken.

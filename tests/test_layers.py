@@ -364,7 +364,7 @@ def test_the_check_itself_finds_a_planted_circle(graph: dict[str, set[str]]) -> 
 def test_the_check_itself_finds_an_import_from_a_higher_level() -> None:
     planted = import_graph(
         {
-            "outbox.broker.sequencer.sequencer": "if TYPE_CHECKING:\n    from outbox.broker.consumer import runtime",
+            "outbox.broker.sequencer.fifo": "if TYPE_CHECKING:\n    from outbox.broker.consumer import runtime",
             "outbox.broker.log.topics": "from outbox.broker.schema.install import install",
             "outbox.broker.groups.leases": "from outbox.broker.process import run\nimport outbox.broker.celery.beat",
             "outbox.broker.consumer.runtime": "from outbox.broker.groups import leases\nfrom outbox import errors",
@@ -386,7 +386,7 @@ def test_the_check_itself_finds_an_import_from_a_higher_level() -> None:
         }
     )
     assert wrong_levels(planted) == [
-        "outbox.broker.sequencer.sequencer -> outbox.broker.consumer.runtime",
+        "outbox.broker.sequencer.fifo -> outbox.broker.consumer.runtime",
         "outbox.broker.log.topics -> outbox.broker.schema.install",
         "outbox.broker.groups.leases -> outbox.broker.celery.beat",
         "outbox.broker.groups.leases -> outbox.broker.process",

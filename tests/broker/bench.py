@@ -19,10 +19,10 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
+from outbox.broker.leading import Sequencer
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts
 from outbox.retry import RetryPolicy

@@ -16,9 +16,8 @@ import psycopg
 from psycopg.pq import Trace
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.leading import LeaderSettings
+from outbox.broker.leading import LeaderSettings, Sequencer, TickCounts
 from outbox.broker.process import run_broker
-from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision, EndTransaction, HalfTransaction

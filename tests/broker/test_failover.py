@@ -16,8 +16,8 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.leading import Sequencer
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.message import Message
 from outbox.ports import call_handler
 from outbox.subscription import Mode, Subscription

@@ -12,9 +12,8 @@ from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.leading import LeaderSettings, LeadingConsumer
+from outbox.broker.leading import LeaderSettings, LeadingConsumer, Sequencer, TickCounts
 from outbox.broker.operations import summary
-from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription

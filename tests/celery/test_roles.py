@@ -88,7 +88,7 @@ print(*sorted(name.removeprefix("outbox.broker.") for name in sys.modules if nam
 
 def test_a_worker_without_roles_loads_no_code_of_them(shop: Project) -> None:
     """A web process, a plain worker and what supervises start as fast as they can."""
-    roles = {"consumer.runtime", "maintenance.retention", "sequencer.sequencer", "process"}
+    roles = {"consumer.runtime", "maintenance.retention", "leading", "process"}
     first = "import shop.celery; from outbox.contrib.django.worker import roles" + LOADED
     without, with_them = shop.python(f"{first}\nimport outbox.contrib.django.worker.child{LOADED}").splitlines()
     assert roles & set(without.split()) == set()

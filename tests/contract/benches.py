@@ -11,11 +11,11 @@ import psycopg
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import Sequencer
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.broker.transaction import checks, parking
 from outbox.memory import InMemoryBroker
 from outbox.memory.consumers import InMemoryConsumers

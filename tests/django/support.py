@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from outbox.broker.database.connection import Connection
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings

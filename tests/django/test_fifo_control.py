@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.engine.broker import flush

@@ -23,9 +23,9 @@ from django.test import Client
 
 from outbox import hooks
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import Sequencer
 from outbox.broker.operations import rules
 from outbox.broker.sequencer.leader import LeaderLease
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush

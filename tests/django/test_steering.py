@@ -15,7 +15,7 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Message, Recall, RecallStatus
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 from outbox.contrib.django import (
     message,
     publish,

@@ -28,7 +28,6 @@ MESSAGES = 40
 # In the order of the way. The first tuple belongs to the way, the second one is used by the whole package.
 WAY = (
     "broker/leading.py",
-    "broker/sequencer/sequencer.py",
     "broker/sequencer/key_order.py",
     "broker/consumer/runtime.py",
     "broker/consumer/dispatcher.py",

@@ -16,7 +16,7 @@ from django.db import connections
 from outbox import Delivery, Subscription
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, get_codecs

@@ -313,26 +313,22 @@ class ConsumerSession:
         run = self._run
         if run is None or self._is_new or self._announcements is None:
             run = self._run_in_current_life()
-        if self._has_stepped and self._session_task is not None:
-            self._lead(run, self._session_task)
+        session_task, announcements = self._session_task, self._announcements
+        if self._has_stepped and session_task is not None and announcements is not None:
+            decided, self._decided = self._decided, False
+            ahead = self.dispatcher.fetch_ahead
+            if ahead.rows:
+                ahead.forget()
+            # Notifications that arrive during the tick wait until the rows of its fetch are used. If one of another
+            # leader were noted before, these rows would hide that its queue has grown again.
+            if (found := session_task.lead(run, announcements, decided=decided, after=ahead)) is not None:
+                self._note_grown(found)
         now = time.monotonic()
         grown, self._grown = self._grown, set()
         if grown is None or now - self._polled_at >= self._poll_seconds:
             grown, self._polled_at = None, now
         self.dispatcher.step(run, grown)
         self._has_stepped = True
-
-    def _lead(self, run: Executor, session_task: SessionTask) -> None:
-        if self._announcements is None:
-            return
-        decided, self._decided = self._decided, False
-        ahead = self.dispatcher.fetch_ahead
-        if ahead.rows:
-            ahead.forget()
-        # Notifications that arrive during the tick wait until the rows of its fetch are used. If one of another leader
-        # were noted before, these rows would hide that its queue has grown again.
-        if (grown := session_task.lead(run, self._announcements, decided=decided, after=ahead)) is not None:
-            self._note_grown(grown)
 
     def _wait(self, longest: float) -> None:
         """Wait until a wake-up or a notification arrives, or until work is due."""

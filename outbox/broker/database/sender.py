@@ -29,7 +29,6 @@ from psycopg.pq import ConnStatus, ExecStatus, Format, TransactionStatus
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.psycopg_internals import (
-    PGconn,
     PGresult,
     Transformer,
     begin_command,
@@ -270,39 +269,50 @@ class RoundTrip:
         # How many of the sent commands prepare a statement.
         self._preparing = 0
         self._cursor: psycopg.RawCursor[Any] | None = None
+        # The adapters of `send_adapted`, by the texts of the statements.
+        self._adapters: dict[bytes, Transformer] = {}
 
     def send(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
-        text, names = statement.on(self._schema)
+        text, names = statement.texts.get(self._schema) or statement.on(self._schema)
         values = list(map(parameters.__getitem__, names)) if parameters is not None else []
         types, formats = statement.oids or None, statement.formats or None
         if types is not None:
-            values = statement.dumped_all(values)
-        pgconn, prepared = self._pipeline(), self._prepared
+            values = statement.dumped(values) or statement.dumped_all(values)
+        pgconn, sent, prepared = self._connection.pgconn, self._sent, self._prepared
+        if not sent:
+            pgconn.enter_pipeline_mode()
         if prepared is None:
             pgconn.send_query_params(text, values, types, formats)
         else:
             pgconn.send_query_prepared(prepared.get(text) or self._prepare(text, types), values, formats)
-        return self._add(statement.loads)
+        sent.append(statement.loads)
+        return len(sent) - self._preparing - 1
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
         """Do the same as `send`, but psycopg converts the parameters and the rows, as a cursor does.
 
         Raises psycopg.Error if psycopg cannot convert a parameter.
         """
-        if self._cursor is None:
-            self._cursor = cursor_on(self._connection, contains_times=False)
-        text, names = statement.on(self._schema)
-        adapter = Transformer(self._cursor)
-        values = adapter.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+        text, names = statement.texts.get(self._schema) or statement.on(self._schema)
+        adapter = self._adapters.get(text)
+        if adapter is None:
+            # An adapter that is kept keeps psycopg's choices of dumpers and loaders.
+            if self._cursor is None:
+                self._cursor = cursor_on(self._connection, contains_times=False)
+            adapter = self._adapters[text] = Transformer(self._cursor)
+        values = adapter.dump_sequence(list(map(parameters.__getitem__, names)), [PyFormat.AUTO] * len(names))
         types, formats = adapter.types, adapter.formats
-        pgconn, prepared = self._pipeline(), self._prepared
+        pgconn, sent, prepared = self._connection.pgconn, self._sent, self._prepared
+        if not sent:
+            pgconn.enter_pipeline_mode()
         if prepared is None:
             pgconn.send_query_params(text, values, types, formats, Format.BINARY)
         else:
             name = prepared.get(text) or self._prepare(text, types)
             pgconn.send_query_prepared(name, values, formats, Format.BINARY)
-        return self._add(adapter)
+        sent.append(adapter)
+        return len(sent) - self._preparing - 1
 
     def _prepare(self, text: bytes, types: Sequence[int] | None) -> bytes:
         """Send a statement to be prepared, and return its name."""
@@ -312,16 +322,15 @@ class RoundTrip:
         self._preparing += 1
         return name
 
-    def _add(self, sent: _Sent) -> int:
-        self._sent.append(sent)
-        return len(self._sent) - self._preparing - 1
-
     def discard_prepared(self) -> None:
         """Deallocate the prepared statements one by one, so that later plans see the current tables."""
         if self._prepared is None:
             return
+        pgconn = self._connection.pgconn
         for name in self._prepared.values():
-            self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
+            if not self._sent:
+                pgconn.enter_pipeline_mode()
+            pgconn.send_query_params(b"DEALLOCATE " + name, [])
             self._sent.append([])
         self._prepared.clear()
 
@@ -364,19 +373,22 @@ class RoundTrip:
         self._sent = []
         self._preparing = 0
 
-    def _pipeline(self) -> PGconn:
-        if not self._sent:
-            self._connection.pgconn.enter_pipeline_mode()
-        return self._connection.pgconn
-
     def _results(self) -> list[PGresult]:
         """Return all results up to the synchronisation point."""
         pgconn = self._connection.pgconn
         results: list[PGresult] = []
-        self._wait(writing=True)
+        poll = select.poll()
+        poll.register(pgconn.socket, select.POLLIN)
+        while pgconn.flush():
+            # Read the arriving answers while sending. If this code only sent, client and server could wait for each
+            # other.
+            poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
+            poll.poll()
+            pgconn.consume_input()
+        poll.modify(pgconn.socket, select.POLLIN)
         while True:
             while pgconn.is_busy():
-                self._wait(writing=False)
+                poll.poll()
                 pgconn.consume_input()
             result = pgconn.get_result()
             if result is not None:
@@ -387,20 +399,6 @@ class RoundTrip:
             if pgconn.status != ConnStatus.OK:
                 return results
 
-    def _wait(self, *, writing: bool) -> None:
-        pgconn = self._connection.pgconn
-        poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN)
-        if writing:
-            while pgconn.flush():
-                # Read the arriving answers while sending. If this code only sent, client and server could wait for each
-                # other.
-                poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
-                poll.poll()
-                pgconn.consume_input()
-        else:
-            poll.poll()
-
     def _error(self, result: PGresult) -> psycopg.Error:
         if self._connection.pgconn.status != ConnStatus.OK:
             return psycopg.OperationalError(self._connection.pgconn.error_message.decode(errors="replace"))
@@ -410,11 +408,17 @@ class RoundTrip:
 def _rows(result: PGresult, sent: abc.Transformer | list[Callable[[bytes], Any]]) -> list[Row]:
     if not isinstance(sent, list):
         sent.set_pgresult(result)
-        return sent.load_rows(0, result.ntuples, tuple)
+        found: list[Row] = sent.load_rows(0, result.ntuples, tuple)
+        # The adapter is kept, the rows are not.
+        sent.set_pgresult(None)
+        return found
     if sent:
         return _loaded(result, sent)
     columns = range(result.nfields)
-    return [tuple(map(result.get_value, repeat(row), columns)) for row in range(result.ntuples)]
+    rows: list[Row] = []
+    for row in range(result.ntuples):
+        rows.append(tuple(map(result.get_value, repeat(row), columns)))
+    return rows
 
 
 class AfterTick(Protocol):

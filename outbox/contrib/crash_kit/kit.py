@@ -24,10 +24,6 @@ from django.test.utils import override_settings
 
 # The engine imports these modules when it first needs them. They are imported here, before the fork, so that the child
 # process of each run has them already.
-import outbox.broker.consumer.runtime
-import outbox.broker.leading
-import outbox.broker.operations.audit
-import outbox.broker.sequencer.sequencer  # noqa: F401
 from outbox.contrib.crash_kit.baseline import Baseline
 from outbox.contrib.crash_kit.outside import OutsideCalls
 from outbox.contrib.crash_kit.processes import Ended, run_in_child

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import HINT_AFTER_SECONDS
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.key_order import KeyOrder
-from outbox.broker.sequencer.sequencer import HINT_AFTER_SECONDS
 from outbox.message import Message
 from outbox.transaction import Answer, Check, CheckSettings, Decision
 from outbox.utils.ids import uuid7

@@ -193,7 +193,7 @@ def _resyncing(database: BrokerDatabase, seed: int) -> Pass:
 _SEQUENCE = """
 import sys, uuid
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.leading import Sequencer
 database = BrokerDatabase(sys.argv[1])
 with database.connect() as connection:
     sequencer = Sequencer(database, uuid.uuid4())

@@ -9,10 +9,10 @@ import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import FULL_EVERY
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer.sequencer import FULL_EVERY
 from outbox.topic import Topic
 from outbox.transaction import Decision
 from tests.broker.support import (

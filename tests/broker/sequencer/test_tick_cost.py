@@ -12,9 +12,9 @@ import pytest
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen
+from outbox.broker.leading import Sequencer
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.topic import Topic
 from tests.broker.support import ANY, another_consumer, drain, end, half, message, new_sequencer, wire
 

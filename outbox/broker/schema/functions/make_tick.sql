@@ -1,5 +1,5 @@
 -- Make one tick: decided and due messages become entries of queues, and the tick records how far it has read.
--- outbox/broker/sequencer/sequencer.py calls it in a REPEATABLE READ transaction, so that all statements see one
+-- outbox/broker/leading.py calls it in a REPEATABLE READ transaction, so that all statements see one
 -- snapshot.
 --
 -- The parts for FIFO, delayed and held messages run only if there are any. With an `obstacle` nothing was done:

@@ -75,7 +75,7 @@ class PostgresEngine(Engine):
         )
 
     def sequence(self) -> int:
-        from outbox.broker.sequencer.sequencer import Sequencer
+        from outbox.broker.leading import Sequencer
 
         database = broker_database(self.settings)
         sequencer, queued = Sequencer(database, uuid.uuid4()), 0
