@@ -298,8 +298,12 @@ def test_a_raised_generation_runs_the_handler_and_its_steps_again() -> None:
 
     once = delivery()
     assert [run(once, generation=generation) for generation in (1, 2, 2)] == [HANDLED, HANDLED, SKIPPED]
+    # A restore of the broker to before the reset brings the older generation back.
+    later = delivery()
+    assert [run(later, generation=generation) for generation in (2, 1)] == [HANDLED, SKIPPED]
+    assert not ClaimEntry.objects.exists()
     # The other system gets the same key, so it can recognise the replay.
-    assert calls == [once.idempotency_key] * 2
+    assert calls == [*[once.idempotency_key] * 2, later.idempotency_key]
 
 
 # -- claims ----------------------------------------------------------------------------------------

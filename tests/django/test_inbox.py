@@ -87,6 +87,24 @@ def test_a_raised_generation_processes_again(alias: str) -> None:
     assert effects(alias) == ["one", "one"]
 
 
+def test_a_restored_generation_skips_what_a_later_one_has_handled(alias: str) -> None:
+    """After a restore of the broker, a group may have the generation from before a reset."""
+    register(alias)
+    first, second = delivery("one"), delivery("two")
+    assert run([first], generation=5) == run([second], generation=9) == [HANDLED]
+    assert [run([one], generation=4) for one in (first, second)] == [[SKIPPED]] * 2
+    assert run([delivery("three")], generation=4) == [HANDLED]
+    assert effects(alias) == ["one", "three", "two"]
+
+
+def test_a_batch_of_a_restored_generation_meets_only_what_is_new(alias: str) -> None:
+    register(alias, batch=10)
+    seen = delivery("seen")
+    assert run([seen], generation=2) == [HANDLED]
+    assert run([delivery("a"), seen, delivery("b")], generation=1) == [HANDLED, SKIPPED, HANDLED]
+    assert effects(alias) == ["a", "b", "seen"]
+
+
 def test_a_batch_enters_the_inbox_as_one_and_meets_only_what_is_new(alias: str) -> None:
     register(alias, batch=10)
     seen = delivery("seen")
