@@ -51,6 +51,7 @@ from outbox.contrib.django.database.transactions import (
     begun_by_hand,
     cause_of_rollback,
     close_with_blocks,
+    in_pipeline,
     in_test_case,
     is_session_changed,
     is_watched,
@@ -66,7 +67,14 @@ from outbox.contrib.django.subscribers.shared_transaction import (
     Result,
     SharedTransaction,
 )
-from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
+from outbox.errors import (
+    ConfigurationError,
+    HandlerNotStarted,
+    LeaseLost,
+    PartialFailure,
+    PermanentError,
+    TransactionUsageError,
+)
 from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
 from outbox.subscription import Effects, Subscription, threads_of
@@ -125,9 +133,8 @@ def begin_call() -> None:
 
     With DEBUG, also empty the query log, as Django does for each request.
     """
-    # After a call, `refresh_connections` has left the connections of this thread in a known state.
     open_before: list[str] = []
-    for connection in _of_thread.closing.connections or connections.all(initialized_only=True):
+    for connection in connections.all(initialized_only=True):
         raw = connection.connection
         if connection.in_atomic_block:
             open_before.append(connection.alias)
@@ -198,8 +205,8 @@ def refresh_connections(*, in_handler: bool = False) -> None:
         is_over = (has_pool or in_handler) and connection.vendor == "postgresql" and is_ended(connection.connection)
         broken = is_over or (connection.errors_occurred and not connection.is_usable())
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
-        # of the next message could not begin.
-        left_open = begun_by_hand(connection)
+        # of the next message could not begin. In a pipeline, its COMMIT would wait.
+        left_open = begun_by_hand(connection) or in_pipeline(connection)
         changed = is_session_changed(connection) and (has_pool or not in_handler)
         if (changed or is_over) and has_pool:
             # The pool drops a connection that is closed.
@@ -422,8 +429,8 @@ def _status(raw: Connection) -> int | None:
 
 # The text of the statement is the same on a connection of Django and in a ShortTransaction. The statement sets the
 # timeouts before its first wait. The timeouts apply to this transaction only, so they are safe behind a pooler. The
-# timeouts are needed because a handler that does not continue must not block the next owner of its queue. It also returns
-# whether the group has rows of a later generation: the broker was restored to before a reset.
+# timeouts are needed because a handler that does not continue must not block the next owner of its queue. The statement
+# also returns whether the group has rows of a later generation: then the broker was restored to before a reset.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
@@ -494,6 +501,8 @@ class InboxEntries:
         self._outer_blocks = len(connection.atomic_blocks)
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
+        # The driver's connection on which COMMIT is executed.
+        self._raw: Any = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
         self._idle = ""
         # True as soon as no work remains except COMMIT. If the call fails while this is True, the error occurred in
@@ -614,6 +623,8 @@ class InboxEntries:
         if len(self._connection.atomic_blocks) > self._outer_blocks + 1:
             # Django would leave the inner block, and not commit.
             raise TransactionUsageError(_left_open(name))
+        self._refuse_unfinished(name)
+        self._raw = self._connection.connection
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
@@ -636,6 +647,21 @@ class InboxEntries:
             raise lost(self._connection, name, gone)
         self.is_confirmed = True
 
+    def _refuse_unfinished(self, name: str) -> None:
+        """Raise TransactionUsageError if the handler has left something open that would be lost after COMMIT."""
+        for other in connections.all(initialized_only=True):
+            if other is not self._connection and _is_left_open(other):
+                raise TransactionUsageError(_left_open(f"{name} on {other.alias!r}"))
+        if watch_of(self._connection).unsent:
+            raise TransactionUsageError(
+                f"{name} has left a message_transaction() block open, so its messages would not be sent. Enter the "
+                "block with `with`, and do not keep a generator that is inside it."
+            )
+        if in_pipeline(self._connection):
+            raise TransactionUsageError(
+                f"{name} has left a psycopg pipeline open, in which COMMIT would wait. Enter the pipeline with `with`."
+            )
+
     def _commit(self, short: ShortTransaction, deliveries: Sequence[Delivery]) -> bool:
         if not deliveries:
             return short.commit(None, {})
@@ -645,6 +671,12 @@ class InboxEntries:
             return short.commit(_IS_THERE, {**values, "message_id": deliveries[0].message.message_id})
         ids = [delivery.message.message_id for delivery in deliveries]
         return short.commit(_ALL_THERE, {**values, "count": len(ids), "message_ids": ids})
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether COMMIT was sent, and the connection has ended without its answer: the server may still commit."""
+        # After an error, Django replaces a connection that has ended.
+        return self.is_confirmed and self._connection.connection is not self._raw
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
@@ -815,6 +847,7 @@ class _Call:
         return self._clean.copy().run(self._run_again)
 
     def _run_again(self) -> Sequence[Result]:
+        fence.rolled_back()
         refresh_connections()
         self.deliveries = afresh(self.deliveries)
         return self._run()
@@ -855,8 +888,11 @@ class _Call:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
                 return shared.results_after_failure(fresh, error, functools.partial(error_after_commit, name))
+            is_in_doubt = inbox.is_in_doubt
             stayed = inbox.still_there(fresh)
             if not stayed:
+                if is_in_doubt:
+                    raise commit_in_doubt(name, error) from error
                 _name_idle_limit(name, error)
                 raise
             if not inbox.is_confirmed:
@@ -934,6 +970,17 @@ def error_after_commit(name: str, error: BaseException) -> PermanentError:
     )
     failure.__cause__ = error
     return failure
+
+
+def commit_in_doubt(name: str, error: BaseException) -> LeaseLost:
+    """Return the error of an attempt of which only the next attempt can find out whether it has committed.
+
+    The next attempt waits at the inbox row. If this error counted as a failed attempt, a message whose effects are
+    stored could be a dead letter.
+    """
+    return LeaseLost(
+        f"{name}: the database did not answer the COMMIT, so the message is tried again: {error_line(error)}"
+    )
 
 
 def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> Result:
