@@ -23,7 +23,7 @@ from outbox.contrib.django import (
     subscriber,
     transactional_message,
 )
-from outbox.errors import UnknownTopic
+from outbox.errors import TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order
 from tests.django.state import decisions
 from tests.django.test_inbox import HANDLED, delivery, run
@@ -72,6 +72,28 @@ def test_it_joins_the_transaction_of_an_async_subscriber(path: str) -> None:
     assert isinstance(bad, Refused)
     assert {key for key, state in decisions().items() if state == "C"} == {"good"}
     assert [order.number for order in Order.objects.all()] == ["good"]
+
+
+@pytest.mark.usefixtures("no_subscribers")
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_task_of_an_async_subscriber_is_not_forgotten(is_awaited: bool) -> None:
+    """The message would count as handled, and asyncio cancels what the task still has to do."""
+
+    async def later(key: str) -> None:
+        await asyncio.sleep(0)
+        await apublish("orders", {}, key=key)
+
+    @subscriber("orders", group="effects")
+    async def effect(given: Delivery) -> None:
+        await Order.objects.acreate(number=given.key)
+        task = asyncio.create_task(later(f"{given.key}-later"))
+        if is_awaited:
+            await task
+
+    [result] = run([delivery("one")])
+    assert (result is HANDLED) == Order.objects.filter(number="one").exists() == is_awaited
+    assert is_awaited or isinstance(result, TransactionUsageError)
+    assert {key for key, state in decisions().items() if state == "C"} == ({"one-later"} if is_awaited else set())
 
 
 def test_in_a_coroutine_publish_names_the_async_function(path: str) -> None:

@@ -32,6 +32,7 @@ from outbox.errors import (
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Effect
+from tests.django.test_inbox import cut_at_commit, slow_commits, waits_for
 from tests.django.urls import Refused
 from tests.support import eventually
 
@@ -105,6 +106,32 @@ def test_the_writes_of_finish_and_the_inbox_row_commit_together(alias: str) -> N
     assert [run(once), run(once)] == [HANDLED, SKIPPED]
     assert numbers(alias) == ["one"]
     assert (InboxEntry.objects.using(alias).count(), ClaimEntry.objects.using(alias).count()) == (1, 0)
+
+
+def test_a_finish_without_an_answer_is_no_failed_attempt() -> None:
+    """The server may still commit. If it were the last attempt, a handled message would be a dead letter."""
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.create(number=given.key)
+            cut_at_commit()
+
+    def let_commit(let: Callable[[], None]) -> None:
+        with connections["default"].copy().cursor() as cursor:
+            # The attempt gives its claim up, and waits for the transaction that deletes it.
+            eventually(lambda: waits_for("transactionid", cursor))
+            let()
+            cursor.connection.close()
+
+    once = delivery()
+    connections["default"].ensure_connection()
+    with slow_commits() as let, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(let_commit, let)
+        assert isinstance(run(once), LeaseLost)
+        waiting.result(20)
+    assert run(once) is SKIPPED
+    assert numbers() == ["one"]
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
@@ -298,8 +325,12 @@ def test_a_raised_generation_runs_the_handler_and_its_steps_again() -> None:
 
     once = delivery()
     assert [run(once, generation=generation) for generation in (1, 2, 2)] == [HANDLED, HANDLED, SKIPPED]
+    # A restore of the broker to before the reset brings the older generation back.
+    later = delivery()
+    assert [run(later, generation=generation) for generation in (2, 1)] == [HANDLED, SKIPPED]
+    assert not ClaimEntry.objects.exists()
     # The other system gets the same key, so it can recognise the replay.
-    assert calls == [once.idempotency_key] * 2
+    assert calls == [*[once.idempotency_key] * 2, later.idempotency_key]
 
 
 # -- claims ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from outbox.contrib.django.database.django_internals import (
     settings_read,
 )
 from outbox.contrib.django.publishing.publish import initialized_connections
+from outbox.errors import TransactionUsageError
 
 PACKAGE = Path(outbox.__file__).parent
 # Private by their underscore, but documented: by Django, Python and confluent-kafka.
@@ -64,6 +65,19 @@ def test_a_connection_keeps_the_outermost_block_first() -> None:
     finally:
         connection.atomic_blocks = before
     assert begun == [1, 1], "once for each outermost block"
+
+
+@pytest.mark.usefixtures("application")
+def test_the_end_of_a_block_that_is_not_open_ends_no_other_block() -> None:
+    connection, other = connections["default"], transaction.atomic()
+    connection.ensure_connection()
+    with transaction.atomic():
+        open_blocks = list(connection.atomic_blocks)
+        with pytest.raises(TransactionUsageError):
+            other.__exit__(None, None, None)
+        assert connection.in_atomic_block
+        assert list(connection.atomic_blocks) == open_blocks
+    assert not connection.in_atomic_block
 
 
 @pytest.mark.usefixtures("application")

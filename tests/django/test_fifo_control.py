@@ -92,6 +92,16 @@ def test_queue_order_is_commit_order(path: str, race: Race) -> None:
     assert queued() == race.committed == ["first", "second"]
 
 
+def test_a_process_that_was_started_before_the_topic_became_fifo_waits_for_the_key(
+    path: str, race: Race, outbox_settings: Callable[..., None]
+) -> None:
+    """A deployment changes the topic in the broker first, and then restarts one process after the other."""
+    outbox_settings(TOPICS={**OUTBOX["TOPICS"], "steps": {"queue_count": 4}})
+    with transaction.atomic():
+        publish("steps", {}, key="b")
+    test_queue_order_is_commit_order(path, race)
+
+
 def test_control_without_the_key_lock_the_order_is_inverted(
     path: str, race: Race, outbox_settings: Callable[..., None]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar
 from typing import Any, Final
@@ -15,7 +16,7 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone, translation
 
 from outbox import Delivery
-from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.django import ClaimedDelivery, message_transaction, publish, subscriber
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -173,6 +174,35 @@ def test_a_session_that_a_handler_has_changed_is_closed(is_watched: bool) -> Non
 
             assert [handle(delivery(key)) for key in "ab"] == [[HANDLED]] * 2
             assert seen == expected * 2, changes
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_forgotten_block_that_python_collects_ends_no_block_of_a_later_message(
+    is_inner: bool, is_watched: bool
+) -> None:
+    """Otherwise the later handler's writes are rolled back, and those after them commit at once."""
+    forgotten: list[Any] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        if given.key == "forgets":
+            forgotten.append(_inside_a_block("default"))
+            next(forgotten[0])
+            return
+        with transaction.atomic() if is_inner else contextlib.nullcontext():
+            Effect.objects.create(number="before")
+            forgotten.clear()
+            Effect.objects.create(number="after")
+        if given.key == "fails":
+            raise Refused
+
+    assert isinstance(handle(delivery("forgets"))[0], TransactionUsageError)
+    assert isinstance(handle(delivery("fails"))[0], Refused)
+    assert effects() == []
+    assert isinstance(handle(delivery("forgets"))[0], TransactionUsageError)
+    assert handle(delivery("later")) == [HANDLED]
+    assert effects() == ["after", "before"]
 
 
 def test_a_setting_for_the_transaction_keeps_the_connection(is_watched: bool) -> None:
@@ -342,11 +372,9 @@ def test_no_later_message_is_inside_a_block_that_a_handler_has_left_open(
     [result] = run([first])
     if fails:
         assert isinstance(result, Refused)
-    elif alias == "default":
+    else:
         assert isinstance(result, TransactionUsageError)
         assert "has left an atomic() block open" in str(result)
-    is_kept = result is HANDLED
-    assert is_kept == (alias == "other" and not fails)
     assert run([delivery("next")]) == [HANDLED]
     given = [delivery("elsewhere")]
     assert invoker(of_other.subscription, of_other.handler, given, generation=1) == [HANDLED]
@@ -354,8 +382,55 @@ def test_no_later_message_is_inside_a_block_that_a_handler_has_left_open(
         generator.close()
     # Only what is committed stays.
     connections.close_all()
-    assert effects() == (["leaves", "next"] if is_kept else ["next"])
+    assert effects() == ["next"]
     assert effects("other") == ["elsewhere"]
+
+
+@pytest.mark.parametrize("effects_of", ["inside", "outside"])
+def test_messages_of_an_open_message_transaction_are_not_forgotten(effects_of: str, is_watched: bool) -> None:
+    """The message would count as handled, and these messages would never be sent."""
+    kept: list[Any] = []
+
+    def several() -> Iterator[Any]:
+        with message_transaction() as messages:
+            yield messages
+
+    @subscriber("orders", group="effects", effects=effects_of)
+    def effect(given: Any) -> None:
+        with given.finish() if effects_of == "outside" else contextlib.nullcontext():
+            Effect.objects.create(number=given.key)
+            generator = several()
+            next(generator).publish("orders", {}, key="next")
+            if given.key == "leaves":
+                kept.append(generator)
+            else:
+                next(generator, None)
+
+    registered = next(iter(registry.subscribers()))
+    results = [
+        HandlerInvoker()(registered.subscription, registered.handler, [delivery(key)], generation=1)[0]
+        for key in ("leaves", "ends")
+    ]
+    assert isinstance(results[0], TransactionUsageError)
+    assert results[1] is HANDLED
+    assert effects() == ["ends"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_commit_is_not_left_in_a_pipeline() -> None:
+    """The message would count as handled before the server has executed COMMIT."""
+    kept: list[Any] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "leaves":
+            kept.append(connections["default"].connection.pipeline())
+            kept[0].__enter__()
+
+    assert isinstance(run([delivery("leaves")])[0], TransactionUsageError)
+    assert run([delivery("next")]) == [HANDLED]
+    assert effects() == ["next"]
 
 
 def test_a_handler_without_inbox_that_leaves_a_block_open_fails() -> None:
@@ -371,15 +446,18 @@ def test_a_handler_without_inbox_that_leaves_a_block_open_fails() -> None:
     assert effects() == ["next"]
 
 
-def test_the_block_around_a_test_stays_open() -> None:
+@pytest.mark.parametrize("alias", ["default", "other"])
+def test_the_block_around_a_test_stays_open(alias: str) -> None:
     @subscriber("orders", group="effects")
     def effect(given: Delivery) -> None:
         Effect.objects.create(number=given.key)
 
-    with transaction.atomic():
-        assert run([delivery("one")]) == [HANDLED]
-        assert connections["default"].in_atomic_block
-    assert effects() == ["one"]
+    connections.close_all()
+    assert run([delivery("one")]) == [HANDLED]
+    with transaction.atomic(alias):
+        assert run([delivery("two")]) == [HANDLED]
+        assert connections[alias].in_atomic_block
+    assert effects() == ["one", "two"]
 
 
 # Each keeps the transaction of the next message from beginning, and no watch sees it.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import UUID
@@ -20,6 +22,7 @@ from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxEntries, InboxInvoker
 from outbox.errors import (
     HandlerNotStarted,
+    LeaseLost,
     PartialFailure,
     TransactionUsageError,
 )
@@ -27,6 +30,7 @@ from outbox.ports import Disposition
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Effect
 from tests.django.urls import Refused
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
@@ -87,6 +91,24 @@ def test_a_raised_generation_processes_again(alias: str) -> None:
     assert effects(alias) == ["one", "one"]
 
 
+def test_a_restored_generation_skips_what_a_later_one_has_handled(alias: str) -> None:
+    """After a restore of the broker, a group may have the generation from before a reset."""
+    register(alias)
+    first, second = delivery("one"), delivery("two")
+    assert run([first], generation=5) == run([second], generation=9) == [HANDLED]
+    assert [run([one], generation=4) for one in (first, second)] == [[SKIPPED]] * 2
+    assert run([delivery("three")], generation=4) == [HANDLED]
+    assert effects(alias) == ["one", "three", "two"]
+
+
+def test_a_batch_of_a_restored_generation_meets_only_what_is_new(alias: str) -> None:
+    register(alias, batch=10)
+    seen = delivery("seen")
+    assert run([seen], generation=2) == [HANDLED]
+    assert run([delivery("a"), seen, delivery("b")], generation=1) == [HANDLED, SKIPPED, HANDLED]
+    assert effects(alias) == ["a", "b", "seen"]
+
+
 def test_a_batch_enters_the_inbox_as_one_and_meets_only_what_is_new(alias: str) -> None:
     register(alias, batch=10)
     seen = delivery("seen")
@@ -132,6 +154,69 @@ def test_partial_failure_keeps_the_rest_of_the_batch(alias: str) -> None:
     assert effects(alias) == ["a", "b"]
     assert isinstance(run(batch)[1], Refused)
     assert effects(alias) == ["a", "b"]
+
+
+_SLOW_COMMIT = """
+CREATE FUNCTION hang() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN PERFORM pg_advisory_xact_lock(7); RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER hang AFTER INSERT ON shop_effect DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW EXECUTE FUNCTION hang();
+"""
+
+
+@contextlib.contextmanager
+def slow_commits() -> Iterator[Callable[[], None]]:
+    """Inside the block, the COMMIT of an effect waits in the server for the end of the block, or for the returned
+    function."""
+    with connections["default"].copy().cursor() as cursor:
+        cursor.execute(_SLOW_COMMIT)
+        cursor.execute("SELECT pg_advisory_lock(7)")
+        try:
+            yield lambda: cursor.execute("SELECT pg_advisory_unlock(7)")
+        finally:
+            cursor.execute("SELECT pg_advisory_unlock_all()")
+            cursor.execute("DROP FUNCTION hang() CASCADE")
+            cursor.connection.close()
+
+
+def cut_at_commit() -> None:
+    """Wait until a session waits in COMMIT, and cut its connection, as a broken network does."""
+    raw = connections["default"].connection
+    connection = socket.socket(fileno=os.dup(raw.fileno()))
+
+    def cut() -> None:
+        with connections["default"].copy().cursor() as cursor:
+            eventually(lambda: waits_for("advisory", cursor))
+            cursor.connection.close()
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+    threading.Thread(target=cut).start()
+
+
+def waits_for(locktype: str, cursor: Any) -> bool:
+    """Whether a session waits for a lock of this type."""
+    cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = %s AND NOT granted", [locktype])
+    return bool(cursor.fetchone()[0])
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_commit_without_an_answer_is_no_failed_attempt(is_watched: bool) -> None:
+    """The server may still commit. If it were the last attempt, a handled message would be a dead letter."""
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        cut_at_commit()
+
+    once = delivery("one")
+    connections["default"].ensure_connection()
+    watched = connections["default"].execute_wrapper(lambda execute, *rest: execute(*rest))
+    with watched if is_watched else contextlib.nullcontext(), slow_commits():
+        [result] = run([once])
+    assert isinstance(result, LeaseLost)
+    assert run([once]) == [SKIPPED]
+    assert effects() == ["one"]
 
 
 def test_async_handlers_share_the_transaction_of_the_inbox(alias: str) -> None:

@@ -61,9 +61,9 @@ def share(*given: Delivery) -> tuple[list[Any], Waiting]:
     return list(results), more
 
 
-def alone(given: Delivery) -> Any:
+def alone(given: Delivery, *, generation: int = 1) -> Any:
     registered = next(item for item in registry.subscribers() if item.subscription.group == "effects")
-    [result] = InboxInvoker()(registered.subscription, registered.handler, [given], generation=1)
+    [result] = InboxInvoker()(registered.subscription, registered.handler, [given], generation=generation)
     return result
 
 
@@ -94,6 +94,14 @@ def test_a_message_that_was_handled_before_is_skipped_in_between() -> None:
     assert alone(given[1]) is HANDLED
     assert share(*given)[0] == [HANDLED, SKIPPED, HANDLED]
     assert share(*given)[0] == [SKIPPED] * 3
+    assert effects() == ["a", "b", "c"]
+
+
+def test_a_message_that_a_later_generation_has_handled_is_skipped() -> None:
+    handle_with(lambda given: None)
+    given = deliveries("a", "b", "c")
+    assert alone(given[1], generation=2) is HANDLED
+    assert share(*given)[0] == [HANDLED, SKIPPED, HANDLED]
     assert effects() == ["a", "b", "c"]
 
 

@@ -85,6 +85,7 @@ class HandlerCall:
         "admission_epoch",
         "alone",
         "claimed_at",
+        "commits",
         "expired",
         "given_back",
         "has_left",
@@ -117,6 +118,9 @@ class HandlerCall:
         # The reason why the attempt no longer counts; '' while the attempt counts. The dispatching thread sets this
         # text, and the handler's thread reads it.
         self.abandoned = ""
+        # Whether the transaction of this call may have committed. The handler's thread sets it before it reads
+        # `abandoned`, and the dispatching thread reads it after it has set `abandoned`.
+        self.commits = False
         # The time (time.time) at which the handler returned, if another call then joined its transaction; else None.
         self.returned_at: float | None = None
         # The place of this call's note about the running handler (RunningCalls); None without a note.
@@ -177,6 +181,10 @@ class HandlerCall:
     def is_given_up(self) -> bool:
         """Whether the thread of this call was replaced: this call, or a call that shares its transaction, hangs."""
         return bool(self.abandoned) or (self.shares is not None and self.shares.is_given_up)
+
+    def committing(self, commits: bool) -> None:
+        """Record whether the transaction may have committed. The handler's thread calls this (outbox.utils.fence)."""
+        self.commits = commits
 
     def fence_reason(self) -> str:
         """Return why the effects of this attempt must not be stored (outbox.utils.fence); '' if they may be stored."""
@@ -363,6 +371,11 @@ class SharedCalls:
                 "group %s: each message of %s commits alone: %s", subscription.group, subscription.topic, reason
             )
 
+    def committing(self, commits: bool) -> None:
+        """Record whether the common transaction may have committed."""
+        for call in self.calls:
+            call.commits = commits
+
     def fence_reason(self) -> str:
         """Return why the effects of these calls must not be stored; '' if they may be stored."""
         for call in self.calls:
@@ -487,12 +500,14 @@ class Caller:
         The context (contextvars) of the caller ends with the call.
         """
         work.started_at = time.monotonic()
+        work.commits = False
         faults.point("consumer.before_handler")
         results: list[Any] = [NOT_STARTED] * len(work.items)
         deliveries, places = self._deliveries_in_turn(work, results)
         if not deliveries:
             return results
-        fence.begin(work.fence_reason if shared is None else shared.fence_reason)
+        attempt = work if shared is None else shared
+        fence.begin(attempt.fence_reason, attempt.committing)
         with _Observed(work, deliveries, places, self._running) as observed:
             outcomes: Sequence[Any]
             subscribed = work.subscribed

@@ -30,7 +30,7 @@ from outbox.broker.consumer.results import Outage
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.members import CallReport, CallsReport
-from outbox.errors import HandlerTimedOut
+from outbox.errors import HandlerTimedOut, LeaseLost, OutboxError
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription, threads_of
 
@@ -542,6 +542,14 @@ def _lane(subscription: Subscription) -> Lane:
 COLLECT_SECONDS: Final = 0.05
 
 
+def _time_over(work: HandlerCall) -> OutboxError:
+    """Return the result of a call that has run for too long."""
+    if work.commits:
+        # If this were the last attempt, a message whose effects are stored would be a dead letter.
+        return LeaseLost(f"{work.abandoned}, and its transaction may have committed. The next attempt asks the inbox.")
+    return HandlerTimedOut(f"{work.abandoned}. The attempt counts as failed; outbox ignores a late result.")
+
+
 # The heartbeat of a process stores at most this many running calls.
 _REPORTED: Final = 20
 
@@ -763,8 +771,7 @@ class Calls:
             yield work, work.results
         for work in self._overdue() if self._running else ():
             self._abandon(work)
-            error = HandlerTimedOut(f"{work.abandoned}. The attempt counts as failed; outbox ignores a late result.")
-            yield work, [error] * len(work.items)
+            yield work, [_time_over(work)] * len(work.items)
             for other in self._sharing_with(work):
                 yield other, [NOT_STARTED] * len(other.items)
 

@@ -234,6 +234,10 @@ class TopicCatalog:
         except KeyError:
             raise unknown_topic(name, topics) from None
 
+    def remembered(self, name: str) -> KnownTopic | None:
+        """Return the topic as it was read last, at most about 30 s before the last message; None if it was not read."""
+        return self._known.get(name)
+
     def prepare(
         self, connection: Connection, messages: Sequence[Message], *, transactional: bool | None
     ) -> list[Prepared]:

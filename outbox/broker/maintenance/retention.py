@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final
 
 from outbox.broker.database.arrays import bigints, integers
@@ -205,19 +206,24 @@ WITH entries AS (
 SELECT count(*) FROM entries
 """)
 
-# Clear the messages that were never queued, because they were rolled back or recalled before they were due. The
+# Clear the messages that were never queued, because they were rolled back or recalled before they were due. A topic may
+# keep its messages for years, so a round begins after the place at which the last one ended (`UnqueuedPlace`). The
 # decision ROLLBACK of a message stays until the sequencer has read it, because the sequencer then unblocks the key of
 # the message.
 _CLEAR_UNQUEUED: Final = Statement(
     """
-WITH ended AS (
-    (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
-     WHERE decision = 'R' AND decided_at < now()
-       AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1))
-     ORDER BY decided_at LIMIT %(batch)s)
+WITH rolled_back AS MATERIALIZED (
+    SELECT transaction_id, log_ids, decided_at FROM {schema}.op_log
+    WHERE decision = 'R' AND decided_at < now() AND decided_at > %(decided_at)s
+      AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1))
+    ORDER BY decided_at FETCH FIRST %(batch)s ROWS WITH TIES
+), taken_back AS MATERIALIZED (
+    SELECT log_id FROM {schema}.recalled WHERE recalled_at < now() AND log_id > %(log_id)s
+    ORDER BY log_id LIMIT %(batch)s
+), ended AS (
+    SELECT transaction_id, log_ids, 'R' AS what FROM rolled_back
     UNION ALL
-    (SELECT log.transaction_id, ARRAY[log_id], 'T' FROM {schema}.recalled JOIN {schema}.commit_log log USING (log_id)
-     WHERE recalled_at < now() LIMIT %(batch)s)
+    SELECT transaction_id, ARRAY[log_id], 'T' FROM taken_back JOIN {schema}.commit_log USING (log_id)
 ), free AS MATERIALIZED (
     SELECT log.log_id, log.topic_id, log.transaction_id, ended.what
     FROM ended CROSS JOIN LATERAL unnest(log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
@@ -234,7 +240,9 @@ WITH ended AS (
            count(*) FILTER (WHERE what = 'T')
     FROM free GROUP BY topic_id
 )
-SELECT count(*) FROM free
+SELECT (SELECT count(*) FROM free) AS removed,
+       (SELECT max(decided_at) FROM rolled_back HAVING count(*) >= %(batch)s) AS decided_at,
+       (SELECT max(log_id) FROM taken_back HAVING count(*) >= %(batch)s) AS log_id
 """
 )
 
@@ -285,6 +293,20 @@ class RetentionSettings:
     batch: int = 5_000
 
 
+_FIRST_TIME: Final = datetime.min.replace(tzinfo=UTC)
+
+
+@dataclass(slots=True)
+class UnqueuedPlace:
+    """The place after which the next round looks for messages that were never queued.
+
+    `decided_at`: the time of the last rollback that was seen. `log_id`: the last recalled message that was seen.
+    """
+
+    decided_at: datetime = _FIRST_TIME
+    log_id: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RetentionCounts:
     """The rows removed by one pass.
@@ -323,10 +345,13 @@ class _Limit:
         return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
-def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
+def run_once(
+    run: Executor, *, settings: RetentionSettings | None = None, place: UnqueuedPlace | None = None
+) -> RetentionCounts:
     """Run one bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
 
-    For a queue with nothing to remove, the pass reads only the oldest entry.
+    For a queue with nothing to remove, the pass reads only the oldest entry. Pass the same `place` to all passes of a
+    process: each pass changes it.
     """
     settings = settings or RetentionSettings()
     batch = {"batch": settings.batch}
@@ -339,7 +364,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
     )
     for limit in limits:
         _report_expired(run, limit)
-    [unqueued] = run.one(_CLEAR_UNQUEUED, batch)
+    unqueued = _clear_unqueued(run, settings, place or UnqueuedPlace())
     offsets = run.count(_TRIM_OFFSETS, batch)
     ticks = run.count(_TRIM_TICKS, batch)
     run.execute(_TRIM_SCANS)
@@ -354,7 +379,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
         offsets=offsets,
         ticks=ticks,
         more=any(limit.entries == settings.batch for limit in limits)
-        or settings.batch in (kept, unqueued, offsets, ticks),
+        or max(kept, unqueued, offsets, ticks) >= settings.batch,
     )
 
 
@@ -385,6 +410,15 @@ def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings)
         "batch": settings.batch,
     }
     return int(run.one(_CLEAR, parameters)[0])
+
+
+def _clear_unqueued(run: Executor, settings: RetentionSettings, place: UnqueuedPlace) -> int:
+    """Remove messages that were never queued, and move the place. Return their number."""
+    values = {"batch": settings.batch, "decided_at": place.decided_at, "log_id": place.log_id}
+    unqueued, decided_at, log_id = run.one(_CLEAR_UNQUEUED, values)
+    # At the end of the rows, the next round begins with the first one again.
+    place.decided_at, place.log_id = decided_at or _FIRST_TIME, log_id or 0
+    return int(unqueued)
 
 
 def _clear_retries(run: Executor, limit: _Limit) -> int:

@@ -32,8 +32,12 @@ _PAUSE = Statement("UPDATE {schema}.consumer_group SET paused = %(paused)s WHERE
 _RESUME_QUEUES = Statement("""
 UPDATE {schema}.queue_lease SET stopped = NULL WHERE group_id = %(group_id)s AND stopped IS NOT NULL
 """)
+# The number contains the time (seconds since 2020), so it is new even if a restore has taken earlier resets away.
 _RAISE_GENERATION = Statement("""
-UPDATE {schema}.consumer_group SET generation = generation + 1 WHERE name = %(name)s RETURNING generation
+UPDATE {schema}.consumer_group
+SET generation = greatest(generation + 1,
+                          extract(epoch FROM clock_timestamp() - timestamptz '2020-01-01 UTC')::integer)
+WHERE name = %(name)s RETURNING generation
 """)
 
 _REJECT = Statement("""

@@ -11,9 +11,11 @@ from outbox.broker.operations import changes, dead_letters
 from outbox.codec import Codecs, JsonCodec
 from outbox.errors import HandlerTimedOut
 from outbox.message import Delivery, Message
+from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError
 from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.dispatch.test_failures import message, subscribe
+from tests.broker.inbox import InboxInvoker
 from tests.support import eventually
 
 
@@ -79,6 +81,43 @@ def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
     with orders.running((subscription, lambda delivery: release.wait(20))):
         eventually(lambda: dead_letters.list_dead_letters(orders.run))
         release.set()
+
+
+_SLOW_COMMIT = """
+CREATE TABLE slow (n integer);
+CREATE FUNCTION hang() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN PERFORM pg_advisory_xact_lock(7); RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER hang AFTER INSERT ON slow DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW EXECUTE FUNCTION hang();
+"""
+
+
+@pytest.mark.parametrize("mode", [Mode.CONCURRENT, Mode.ORDERLY])
+def test_a_timeout_during_commit_is_no_failed_attempt(
+    orders: ConsumptionBench, mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transaction may commit. If this were the last attempt, a handled message would be a dead letter."""
+    orders.connection.execute(_SLOW_COMMIT)
+    orders.connection.execute("SELECT pg_advisory_lock(7)")
+    invoker = InboxInvoker(orders.url, idle_seconds=30)
+    attempts: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        attempts.append(delivery.attempt)
+        invoker.connection.execute("INSERT INTO slow VALUES (1)")
+
+    orders.publish([message()])
+    policy = RetryPolicy(delays_seconds=[0.1], max_attempts=1)
+    subscription = subscribe(mode=mode, timeout_seconds=0.3, retry=policy, max_suspends=0, threads=2)
+    with orders.sequencing(), orders.running((subscription, handle), invoker=invoker, lease_seconds=10.0):
+        eventually(lambda: "ran longer than" in caplog.text)
+        orders.connection.execute("SELECT pg_advisory_unlock(7)")
+        eventually(lambda: orders.lag("g") == 0)
+    assert orders.rows("SELECT count(*) FROM slow") == [(1,)]
+    assert attempts == [1]
+    assert dead_letters.list_dead_letters(orders.run) == []
+    orders.assert_conserved("g")
+    invoker.close()
 
 
 def test_a_codec_that_hangs_stops_only_its_own_messages(orders: ConsumptionBench) -> None:

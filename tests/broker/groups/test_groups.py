@@ -289,6 +289,16 @@ def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) 
     invoker.close()
 
 
+def test_a_generation_after_a_restore_is_new(orders: ConsumptionBench) -> None:
+    """A restore takes resets away. The inbox has rows of their generations, which no later reset may meet."""
+    orders.runtime((subscribe(), Seen())).run_once()
+    raised = changes.raise_generation(orders.run, "g")
+    orders.connection.execute("UPDATE outbox.consumer_group SET generation = 1")
+    # The number contains the second.
+    eventually(lambda: changes.raise_generation(orders.run, "g") > raised)
+    assert changes.raise_generation(orders.run, "g") > raised + 1
+
+
 def test_retention_overtaking_a_group_is_counted_as_expired(orders: ConsumptionBench) -> None:
     orders.declare("single", queues=1)
     seen = Seen()

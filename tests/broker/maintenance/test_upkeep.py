@@ -205,6 +205,36 @@ def test_retention_leaves_a_rollback_until_the_sequencer_has_read_it(
     assert _count(connection, "commit_log") == 1
 
 
+def test_a_topic_that_keeps_rollbacks_for_long_keeps_none_of_other_topics(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Nor messages that were recalled."""
+    connection.execute("UPDATE outbox.topic SET retention_seconds = 1e8 WHERE name = 'ordered'")
+    later = datetime.now(UTC) + timedelta(hours=1)
+    for topic in ("ordered", "orders"):
+        for _ in range(7):
+            one = half(message(topic, key="k"))
+            broker.send_half(one)
+            broker.end([end(one.transaction_id, Decision.ROLLBACK)])
+    delayed = [message("orders", deliver_at=later) for _ in range(14)]
+    broker.send(delayed)
+    drain(new_sequencer(database), connection)
+    broker.recall([one.message_id for one in delayed])
+    connection.execute(
+        "UPDATE outbox.commit_log SET topic_id = (SELECT topic_id FROM outbox.topic WHERE name = 'ordered')"
+        " WHERE message_id = ANY (%s)",
+        [[one.message_id for one in delayed[:7]]],
+    )
+    _age(connection, 4)
+    place = retention.UnqueuedPlace()
+    for _ in range(12):
+        retention.run_once(Executor(connection, "outbox"), settings=RetentionSettings(batch=3), place=place)
+    kept = connection.execute(
+        "SELECT name, count(*) FROM outbox.commit_log JOIN outbox.topic USING (topic_id) GROUP BY 1"
+    )
+    assert kept.fetchall() == [("ordered", 14)]
+
+
 def test_retention_keeps_what_is_dead_and_removes_it_afterwards(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

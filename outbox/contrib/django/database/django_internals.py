@@ -12,15 +12,19 @@ import operator
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, Final, cast
+from typing import Any, Final, SupportsIndex, cast
 
 from django.conf import settings
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
+from outbox.errors import TransactionUsageError
+
 # The function in which Django opens a connection and sends the signal connection_created.
 CONNECT: Final[CodeType] = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
+# The function that ends an atomic block. Its first step takes the newest block out of the connection's list.
+_EXIT: Final[CodeType] = Atomic.__exit__.__code__
 
 
 class WatchedBlocks(list[Atomic]):
@@ -42,6 +46,23 @@ class WatchedBlocks(list[Atomic]):
             if not self._connection.needs_rollback:
                 self._connection.rollback_exc = None
         super().append(block)
+
+    def pop(self, index: SupportsIndex = -1) -> Atomic:
+        """Take a block out of the list, unless the block that ends now is not in it.
+
+        A generator that was left inside a block ends this block when Python collects it, perhaps during a later block,
+        and in any thread. Django would then end the later block. Raises TransactionUsageError, so that it does not.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code is _EXIT:
+            ended = caller.f_locals["self"]
+            if not any(block is ended for block in self):
+                raise TransactionUsageError(
+                    f"an atomic() block on {self._connection.alias!r} was left open, and ends only now, when another "
+                    "block may be open. The other block continues. Enter a block with `with`, and close a generator "
+                    "that is inside it."
+                )
+        return super().pop(index)
 
 
 # Whether an atomic block is the one that a TestCase wraps around a test.

@@ -153,6 +153,8 @@ class BlockWatch:
         self._is_lost = False
         self.bound_to = ""
         self.halves = BlockHalves()
+        # The open `message_transaction()` blocks that have messages.
+        self.unsent: set[object] = set()
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 

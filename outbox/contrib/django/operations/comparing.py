@@ -440,7 +440,6 @@ class _InboxLook:
             there = inbox.handled(
                 self.application,
                 self.item.subscription.group,
-                range(1, queue.generation + 1),
                 [entry.message_id for entry in entries],
             )
             for entry in entries:
@@ -505,9 +504,8 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     queues = {int(key): _Queue(*values) for key, values in state.get("queues", {}).items()}
     canaries = {int(key): [UUID(one) for one in ids] for key, ids in state.get("canaries", {}).items()}
     look = _InboxLook(context, application, item)
-    generations = range(1, max((queue.generation for queue in positions), default=1) + 1)
     watched = [one for ids in canaries.values() for one in ids]
-    gone = set(watched) - inbox.handled(application, group, generations, watched)
+    gone = set(watched) - inbox.handled(application, group, watched)
     for queue in positions:
         seen = queues.get(queue.queue_id)
         if seen is None:

@@ -22,6 +22,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
+from outbox.contrib.django.database.transactions import watch_of
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.publish import (
@@ -154,6 +155,8 @@ class MessageTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over = True
+        if self._connection is not None:
+            watch_of(self._connection).unsent.discard(self)
         if error is None:
             with failing_takes_the_block_along(self._using):
                 self._store()
@@ -193,6 +196,8 @@ class MessageTransaction:
                 "No message of this transaction was sent. Publish fewer messages in one transaction."
             )
         self._messages.append(built)
+        if self._connection is not None:
+            watch_of(self._connection).unsent.add(self)
 
     def _refuse_another_block(self, name: str) -> None:
         """Refuse a message if the innermost atomic block is not the block in which this transaction began.

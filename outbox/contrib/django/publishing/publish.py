@@ -921,17 +921,19 @@ def _lock_declared_keys(
 ) -> None:
     """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic.
 
-    On the atomic path, the open transaction may have created a topic. Another connection would wait for its end.
+    A deployment may have changed a topic in the broker since this process has read its settings. On the atomic path,
+    the open transaction may have created a topic. Another connection would wait for its end.
     """
     keys: list[tuple[str, str]] = []
     for item in messages:
+        known = current.catalog.remembered(item.topic)
         if (declared := current.settings.topics.get(item.topic)) is not None:
             topic = declared.topic
         elif is_atomic:
             topic = current.catalog.get(connection.connection, item.topic).topic
         else:
             topic = current.broker_to_use().topic(item.topic)
-        if topic.key_lock and topic.is_fifo:
+        if (topic.key_lock and topic.is_fifo) or (known is not None and known.locks_keys):
             keys.append((item.topic, item.key))
     if keys:
         lock_keys(connection, keys)

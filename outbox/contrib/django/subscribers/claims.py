@@ -26,6 +26,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, stored_uuid
 from outbox.contrib.django.database.transactions import begun_by_hand
+from outbox.contrib.django.subscribers.inbox import handled
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.safe_text import shown_text
 
@@ -154,7 +155,7 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
         cursor.execute(_text(connection, _TAKE), [*key, token, holder(), claim.term_seconds, claim.attempt])
         if cursor.fetchone() is not None:
             cursor.execute(_IS_HANDLED, key)
-            if cursor.fetchone() is None:
+            if cursor.fetchone() is None and not _is_handled_later(connection, claim):
                 return token
             transaction.set_rollback(True, using=connection.alias)
             return Disposition.SKIPPED
@@ -172,12 +173,17 @@ def _take_mariadb(connection: BaseDatabaseWrapper, cursor: Any, claim: Claim) ->
         # Without a row: the other attempt has finished between the two statements.
         return ClaimedElsewhere(float(row[0]) if row else 0.0)
     cursor.execute(_IS_HANDLED_MARIADB, key)
-    if cursor.fetchone() is not None:
+    if cursor.fetchone() is not None or _is_handled_later(connection, claim):
         transaction.set_rollback(True, using=connection.alias)
         return Disposition.SKIPPED
     token = _new_token()
     cursor.execute(_text(connection, _TAKE_MARIADB), [token, holder(), claim.term_seconds, claim.attempt, *key])
     return token
+
+
+def _is_handled_later(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
+    """Whether the group has handled the message in a later generation, which a restore of the broker has taken away."""
+    return bool(handled(connection, claim.group, [claim.message_id], after=claim.generation))
 
 
 def _new_token() -> int:

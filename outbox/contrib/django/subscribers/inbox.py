@@ -42,7 +42,7 @@ from psycopg.errors import DivisionByZero, InvalidSqlStatementName
 from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.connection import is_ended
 from outbox.broker.database.sender import RoundTrip, Row, note_backend, prepared_on, session_of
-from outbox.broker.database.statement import INTEGER, TEXT, UUID_, Statement
+from outbox.broker.database.statement import BOOLEAN, INTEGER, TEXT, UUID_, Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.django_internals import rollback_cause
@@ -51,6 +51,7 @@ from outbox.contrib.django.database.transactions import (
     begun_by_hand,
     cause_of_rollback,
     close_with_blocks,
+    in_pipeline,
     in_test_case,
     is_session_changed,
     is_watched,
@@ -66,7 +67,14 @@ from outbox.contrib.django.subscribers.shared_transaction import (
     Result,
     SharedTransaction,
 )
-from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
+from outbox.errors import (
+    ConfigurationError,
+    HandlerNotStarted,
+    LeaseLost,
+    PartialFailure,
+    PermanentError,
+    TransactionUsageError,
+)
 from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
 from outbox.subscription import Effects, Subscription, threads_of
@@ -125,9 +133,8 @@ def begin_call() -> None:
 
     With DEBUG, also empty the query log, as Django does for each request.
     """
-    # After a call, `refresh_connections` has left the connections of this thread in a known state.
     open_before: list[str] = []
-    for connection in _of_thread.closing.connections or connections.all(initialized_only=True):
+    for connection in connections.all(initialized_only=True):
         raw = connection.connection
         if connection.in_atomic_block:
             open_before.append(connection.alias)
@@ -198,8 +205,8 @@ def refresh_connections(*, in_handler: bool = False) -> None:
         is_over = (has_pool or in_handler) and connection.vendor == "postgresql" and is_ended(connection.connection)
         broken = is_over or (connection.errors_occurred and not connection.is_usable())
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
-        # of the next message could not begin.
-        left_open = begun_by_hand(connection)
+        # of the next message could not begin. In a pipeline, its COMMIT would wait.
+        left_open = begun_by_hand(connection) or in_pipeline(connection)
         changed = is_session_changed(connection) and (has_pool or not in_handler)
         if (changed or is_over) and has_pool:
             # The pool drops a connection that is closed.
@@ -422,29 +429,32 @@ def _status(raw: Connection) -> int | None:
 
 # The text of the statement is the same on a connection of Django and in a ShortTransaction. The statement sets the
 # timeouts before its first wait. The timeouts apply to this transaction only, so they are safe behind a pooler. The
-# timeouts are needed because a handler that does not continue must not block the next owner of its queue.
+# timeouts are needed because a handler that does not continue must not block the next owner of its queue. The statement
+# also returns whether the group has rows of a later generation: then the broker was restored to before a reset.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
 WHERE set_config('lock_timeout', %(lock)s, true) IS NOT NULL
   AND set_config('idle_in_transaction_session_timeout', %(idle)s, true) IS NOT NULL
 ON CONFLICT DO NOTHING
-RETURNING message_id
+RETURNING message_id, EXISTS (
+    SELECT FROM outbox_inbox later WHERE consumer_group = %(group)s AND generation > %(generation)s::integer)
 """
 _KEY_TYPES: Final = {"group": TEXT, "generation": INTEGER}
 _ONE_TYPES: Final = {**_KEY_TYPES, "lock": TEXT, "idle": TEXT, "message_ids": UUID_}
 # PostgreSQL plans the statement for one message faster than the statement for a batch. The ids of a batch are sorted,
 # so two batches cannot deadlock.
-_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES)
+_ENTERED: Final = (UUID_, BOOLEAN)
+_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES, _ENTERED)
 _ENTER_ALL: Final = Statement(
-    _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, (UUID_,)
+    _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, _ENTERED
 )
 # The statement of a message that joins a transaction. A shorter statement_timeout of the project stays.
 _LIMIT: Final = f"""AND set_config('statement_timeout', CASE
     WHEN current_setting('statement_timeout')::interval BETWEEN '1ms' AND '{STATEMENT_MILLISECONDS}ms'
     THEN current_setting('statement_timeout') ELSE '{STATEMENT_MILLISECONDS}ms' END, true) IS NOT NULL
 ON CONFLICT"""
-_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES)
+_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES, _ENTERED)
 # These statements divide by zero, and so fail, if a row is missing.
 _IS_THERE: Final = Statement(
     """
@@ -472,6 +482,8 @@ INSERT IGNORE INTO outbox_inbox (consumer_group, generation, message_id) VALUES 
 
 _SELECT: Final = "SELECT message_id FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id"
 
+_NEXT_GENERATION: Final = "SELECT min(generation) FROM outbox_inbox WHERE consumer_group = %s AND generation > %s"
+
 # A list of this length is below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
@@ -489,6 +501,8 @@ class InboxEntries:
         self._outer_blocks = len(connection.atomic_blocks)
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
+        # The driver's connection on which COMMIT is executed.
+        self._raw: Any = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
         self._idle = ""
         # True as soon as no work remains except COMMIT. If the call fails while this is True, the error occurred in
@@ -508,17 +522,17 @@ class InboxEntries:
         lock_seconds, idle_seconds = 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds)
         is_postgres = self._connection.vendor == "postgresql"
         if is_postgres and len(deliveries) == 1:
-            rows = self._insert(_ENTER_ONE, deliveries[0].message.message_id, lock_seconds, idle_seconds)
-            return list(deliveries) if rows else []
+            new = self._new(self._insert(_ENTER_ONE, deliveries[0].message.message_id, lock_seconds, idle_seconds))
+            return list(deliveries) if new else []
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
             firsts.setdefault(delivery.message_id, delivery)
         if is_postgres:
-            new = {row[0] for row in self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds)}
+            new = self._new(self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds))
         elif self._connection.vendor == "mysql":
-            new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
+            new = self._without_later(self._enter_on_mariadb(sorted(firsts), lock_seconds))
         else:
-            new = {value for value in sorted(firsts) if self._enter_one(value)}
+            new = self._without_later({value for value in sorted(firsts) if self._enter_one(value)})
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
     def _insert(self, statement: Statement, message_ids: Any, lock_seconds: float, idle_seconds: float) -> list[Row]:
@@ -538,6 +552,15 @@ class InboxEntries:
         with connection.cursor() as cursor:
             cursor.execute(statement.text, values)
             return cast("list[Row]", cursor.fetchall())
+
+    def _new(self, rows: Sequence[Row]) -> set[UUID]:
+        """Return the messages of new rows that the group has not handled in a later generation."""
+        new = {message_id for message_id, _ in rows}
+        return self._without_later(new) if any(has_later for _, has_later in rows) else new
+
+    def _without_later(self, new: set[UUID]) -> set[UUID]:
+        group, generation = self._key
+        return new - handled(self._connection, group, list(new), after=generation)
 
     def _enter_on_mariadb(self, message_ids: Sequence[UUID], lock_seconds: float) -> set[UUID]:
         parameters: list[Any] = [max(1, round(lock_seconds))]
@@ -559,7 +582,7 @@ class InboxEntries:
         group, generation = self._key
         lock, message_id = str(LOCK_MILLISECONDS), delivery.message.message_id
         values = {"group": group, "generation": generation, "lock": lock, "idle": self._idle, "message_ids": message_id}
-        return bool(self._short.savepoint(number, _JOIN, values))
+        return bool(self._new(self._short.savepoint(number, _JOIN, values)))
 
     def is_whole(self) -> bool:
         """Whether the shared transaction can still commit, as far as the client knows."""
@@ -600,6 +623,8 @@ class InboxEntries:
         if len(self._connection.atomic_blocks) > self._outer_blocks + 1:
             # Django would leave the inner block, and not commit.
             raise TransactionUsageError(_left_open(name))
+        self._refuse_unfinished(name)
+        self._raw = self._connection.connection
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
@@ -622,6 +647,21 @@ class InboxEntries:
             raise lost(self._connection, name, gone)
         self.is_confirmed = True
 
+    def _refuse_unfinished(self, name: str) -> None:
+        """Raise TransactionUsageError if the handler has left something open that would be lost after COMMIT."""
+        for other in connections.all(initialized_only=True):
+            if other is not self._connection and _is_left_open(other):
+                raise TransactionUsageError(_left_open(f"{name} on {other.alias!r}"))
+        if watch_of(self._connection).unsent:
+            raise TransactionUsageError(
+                f"{name} has left a message_transaction() block open, so its messages would not be sent. Enter the "
+                "block with `with`, and do not keep a generator that is inside it."
+            )
+        if in_pipeline(self._connection):
+            raise TransactionUsageError(
+                f"{name} has left a psycopg pipeline open, in which COMMIT would wait. Enter the pipeline with `with`."
+            )
+
     def _commit(self, short: ShortTransaction, deliveries: Sequence[Delivery]) -> bool:
         if not deliveries:
             return short.commit(None, {})
@@ -631,6 +671,12 @@ class InboxEntries:
             return short.commit(_IS_THERE, {**values, "message_id": deliveries[0].message.message_id})
         ids = [delivery.message.message_id for delivery in deliveries]
         return short.commit(_ALL_THERE, {**values, "count": len(ids), "message_ids": ids})
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether COMMIT was sent, and the connection has ended without its answer: the server may still commit."""
+        # After an error, Django replaces a connection that has ended.
+        return self.is_confirmed and self._connection.connection is not self._raw
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
@@ -659,19 +705,26 @@ class InboxEntries:
             return {read_uuid(value) for (value,) in cursor.fetchall()}
 
 
-def handled(
-    connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
-) -> set[UUID]:
-    """Return those of `message_ids` for which the group's inbox has a row in any of the generations."""
+def handled(connection: BaseDatabaseWrapper, group: str, message_ids: Sequence[UUID], *, after: int = 0) -> set[UUID]:
+    """Return those of `message_ids` for which the group's inbox has a row in any generation greater than `after`."""
     found: set[UUID] = set()
-    for start in range(0, len(message_ids), _LARGEST_LIST):
-        part = [stored_uuid(connection, value) for value in message_ids[start : start + _LARGEST_LIST]]
-        places = ", ".join(["%s"] * len(part))
-        for generation in generations:
+    generation = _next_generation(connection, group, after) if message_ids else None
+    while generation is not None:
+        for start in range(0, len(message_ids), _LARGEST_LIST):
+            part = [stored_uuid(connection, value) for value in message_ids[start : start + _LARGEST_LIST]]
+            places = ", ".join(["%s"] * len(part))
             with connection.cursor() as cursor:
                 cursor.execute(f"{_SELECT} IN ({places})", [group, generation, *part])
                 found.update(read_uuid(value) for (value,) in cursor.fetchall())
+        generation = _next_generation(connection, group, generation)
     return found
+
+
+def _next_generation(connection: BaseDatabaseWrapper, group: str, after: int) -> int | None:
+    with connection.cursor() as cursor:
+        cursor.execute(_NEXT_GENERATION, [group, after])
+        found: int | None = cursor.fetchone()[0]
+        return found
 
 
 # -- calling a handler -----------------------------------------------------------------------------
@@ -794,6 +847,7 @@ class _Call:
         return self._clean.copy().run(self._run_again)
 
     def _run_again(self) -> Sequence[Result]:
+        fence.rolled_back()
         refresh_connections()
         self.deliveries = afresh(self.deliveries)
         return self._run()
@@ -834,8 +888,11 @@ class _Call:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
                 return shared.results_after_failure(fresh, error, functools.partial(error_after_commit, name))
+            is_in_doubt = inbox.is_in_doubt
             stayed = inbox.still_there(fresh)
             if not stayed:
+                if is_in_doubt:
+                    raise commit_in_doubt(name, error) from error
                 _name_idle_limit(name, error)
                 raise
             if not inbox.is_confirmed:
@@ -913,6 +970,17 @@ def error_after_commit(name: str, error: BaseException) -> PermanentError:
     )
     failure.__cause__ = error
     return failure
+
+
+def commit_in_doubt(name: str, error: BaseException) -> LeaseLost:
+    """Return the error of an attempt of which only the next attempt can find out whether it has committed.
+
+    The next attempt waits at the inbox row. If this error counted as a failed attempt, a message whose effects are
+    stored could be a dead letter.
+    """
+    return LeaseLost(
+        f"{name}: the database did not answer the COMMIT, so the message is tried again: {error_line(error)}"
+    )
 
 
 def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> Result:

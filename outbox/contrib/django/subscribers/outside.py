@@ -35,6 +35,7 @@ from outbox.contrib.django.subscribers.inbox import (
     InboxEntries,
     InboxInvoker,
     begin_call,
+    commit_in_doubt,
     end_session,
     error_after_commit,
     handler_alias,
@@ -157,7 +158,7 @@ class _Attempt:
                 "other system what the step has done, and continue, or raise PermanentError."
             )
         point("claim.before_step")
-        fence.check()
+        fence.check(commits=False)
         if once:
             self._store(name, None)
         # While the other system works, another thread may use the connection of a pool.
@@ -270,9 +271,13 @@ class _Attempt:
         Either COMMIT succeeded, and then its answer was lost or an on_commit callback failed, or the handler executed
         COMMIT by hand. After a COMMIT by hand, raise PermanentError, because the inbox skips the message from now on.
         """
-        claim = self._claim
+        claim, is_in_doubt = self._claim, inbox.is_in_doubt
         if isinstance(error, LeaseLost) or not inbox.still_there([delivery]):
             self.progress = _Progress.OPEN
+            if is_in_doubt:
+                self.progress, self._error = _Progress.FAILED, commit_in_doubt(self._name, error)
+                raise self._error from error
+            fence.rolled_back()
         elif inbox.is_confirmed:
             self.progress = _Progress.DONE
         elif claims.is_held(self._connection, claim):

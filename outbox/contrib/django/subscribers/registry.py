@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -26,7 +27,7 @@ from outbox.contrib.django.subscribers.callables import (
     signature_of,
 )
 from outbox.declared_types import reading_options, topic_of
-from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
+from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, TransactionUsageError
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
@@ -243,7 +244,7 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
         )
     # The coroutine of an async handler runs in an event loop of its own. Its ORM calls run on the handler's thread, and
     # so in the handler's transaction.
-    call = async_to_sync(function) if is_asynchronous(function) else function
+    call = async_to_sync(_to_its_end(function, name)) if is_asynchronous(function) else function
 
     def handle(given: Any) -> None:
         if (result := call(given)) is not None:
@@ -252,6 +253,26 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
     # inspect.unwrap finds the project's function, for the crash kit.
     handle.__wrapped__ = function  # type: ignore[attr-defined]
     return handle
+
+
+def _to_its_end(function: Callable[..., Any], name: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+    """Return an async function that calls an async handler, and fails if a task of the handler is not done.
+
+    Raises TransactionUsageError. If other tasks run in the loop, as in a test, the function does not look.
+    """
+
+    async def run(given: Any) -> Any:
+        is_own_loop = len(asyncio.all_tasks()) == 1
+        result = await function(given)
+        if is_own_loop and len(tasks := asyncio.all_tasks()) > 1:
+            raise TransactionUsageError(
+                f"{name} returned before {len(tasks) - 1} of its tasks were done, so asyncio would cancel them, and "
+                "their writes and messages would be missing. The transaction was rolled back. Await the tasks, for "
+                "example with asyncio.TaskGroup."
+            )
+        return result
+
+    return run
 
 
 def register(new: Subscriber) -> None:

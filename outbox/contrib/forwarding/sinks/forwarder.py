@@ -100,7 +100,7 @@ class Forwarder:
 
     def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
         """Send deliveries that all have different keys. Raises LeaseLost if this process no longer owns the queue."""
-        fence.check()
+        fence.check(commits=False)
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
         for place, delivery in enumerate(wave):
