@@ -1,7 +1,7 @@
 """The progress of each consumer group on each queue. All SQL statements about lag and positions are in this module.
 
 `list_queues` returns the queues of one group, for an operator. `GROUPS` sums the same figures per group and topic, for
-the summary. `list_queues` and `GROUPS` select from the same CTE `progress`.
+the summary, and `list_groups` sums them per group. All select from the same CTE `progress`.
 
 Two other modules also read the positions of groups. The audit (`audit.py`) counts entry by entry, so that the audit can
 find an error in the figures of this module. Retention (`maintenance/retention.py`) needs only the smallest position of
@@ -152,6 +152,7 @@ place AS (
                log.message_id, log.key, failed.since, failed.error
         FROM (SELECT log_id FROM {schema}.consume_queue entry
               WHERE entry.queue_id = pair.queue_id AND queue_offset >= pair.first
+                AND pair.head > pair.first  -- here, so that nothing is read of a queue in which nothing waits
               ORDER BY queue_offset LIMIT 1) AS first
         -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
         CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at, message_id, key
@@ -163,18 +164,16 @@ place AS (
                            FROM {schema}.failure
                            WHERE (mode <> 'concurrent' OR is_retry) AND failure.group_id = pair.group_id
                              AND failure.log_id = first.log_id) AS failed ON true
-        WHERE head > pair.first
     ) AS waiting ON true
 )
 """
     )
 
 
-# This statement sums the figures per group and topic. The retry queues of a group have a separate row.
+# This statement sums the figures per group and topic. The retry queues of a group have a separate row. The statement
+# around it has the CTEs of `EVERY`.
 GROUPS: Final = (
     "WITH "
-    + EVERY
-    + ", "
     + _progress(_OF_EVERY)
     + """
 SELECT progress.group, topic.name AS topic, progress.is_retry, progress.paused, count(*) AS queues,
@@ -200,6 +199,27 @@ _QUEUES: Final = Statement(
 _BLOCKED: Final = Statement(
     "WITH " + _progress(_OF_WANTED) + _COLUMNS + "WHERE blocked ORDER BY blocked_since LIMIT %(limit)s"
 )
+
+
+_BY_GROUP: Final = Statement(
+    "WITH "
+    + EVERY
+    + ", "
+    + _progress(_OF_EVERY)
+    + """
+SELECT progress.group, count(*) AS queues, sum(lag)::bigint AS lag, count(stopped) AS stopped,
+       count(*) FILTER (WHERE blocked) AS blocked
+FROM progress GROUP BY progress.group ORDER BY progress.group
+"""
+)
+
+
+def list_groups(run: Executor) -> Sequence[Row]:
+    """Return each group with the number of its `queues`, and of those that are `stopped` or `blocked`, and its `lag`.
+
+    The queues include those of retries. Broadcast groups have no stored positions.
+    """
+    return run.objects(Row, _BY_GROUP, prepare=False)
 
 
 def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueProgress]:

@@ -16,7 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations import summary
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.operations.progress import list_blocked, list_queues
+from outbox.broker.operations.progress import list_blocked, list_groups, list_queues
 from outbox.broker.operations.rules import survey
 from outbox.broker.operations.summary import run_once
 from outbox.errors import PermanentError
@@ -60,6 +60,12 @@ def test_it_equals_a_count_of_every_queue(bench: ConsumptionBench) -> None:
         assert one.stopped == sum(queue.stopped is not None for queue in of_place)
         oldest = min((queue.oldest_at.timestamp() for queue in of_place if queue.oldest_at is not None), default=None)
         assert one.oldest_at == (oldest if oldest is None else pytest.approx(oldest, abs=1e-4))
+    listed = list_groups(bench.run)
+    assert [one.group for one in listed] == sorted({one.group for one in queues})
+    for group_now in listed:
+        of_places = [place for place in counted.groups if place.group == group_now.group]
+        for name in ("queues", "lag", "stopped", "blocked"):
+            assert getattr(group_now, name) == sum(getattr(place, name) for place in of_places), name
     for group in count_messages(bench.run).groups.values():
         of_group = [one for one in counted.groups if one.group == group.name]
         first = [one for one in of_group if not one.is_retry]

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations import changes
 from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
 from outbox.broker.operations.listings import group_now
-from outbox.broker.operations.progress import QueueProgress, list_queues
+from outbox.broker.operations.progress import QueueProgress, list_groups, list_queues
 from outbox.contrib.django.actions.cells import error
 from outbox.contrib.django.actions.declaration import (
     ActionPlan,
@@ -269,20 +269,8 @@ def _delete(values: Values) -> ActionPlan:
 # -- the lists ------------------------------------------------------------------------------------------
 
 
-def _read_groups(run: Executor, asked: Asked) -> Sequence[Mapping[str, object]]:
-    by_group: dict[str, list[QueueProgress]] = {}
-    for queue in list_queues(run):
-        by_group.setdefault(queue.group, []).append(queue)
-    return [
-        {
-            "group": group,
-            "queues": len(queues),
-            "lag": sum(queue.lag for queue in queues),
-            "stopped": sum(queue.stopped is not None for queue in queues),
-            "blocked": sum(queue.blocked_by is not None for queue in queues),
-        }
-        for group, queues in by_group.items()
-    ]
+def _read_groups(run: Executor, asked: Asked) -> Sequence[Row]:
+    return list_groups(run)
 
 
 def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
