@@ -222,13 +222,13 @@ def test_the_summary_is_stored_behind_a_pooler(
 
 def test_the_audit_ends_however_long_it_takes(tiny: BrokerDatabase, connection: BrokerConnection) -> None:
     waits = """
-        SELECT FROM pg_stat_activity
+        SELECT 1 FROM pg_stat_activity
         WHERE usename = %s AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '0.5 s'
     """
     with (
+        ThreadPoolExecutor(1) as pool,
         contextlib.closing(tiny.open()) as own,
         psycopg.connect(connection.info.dsn) as other,
-        ThreadPoolExecutor(1) as pool,
     ):
         other.execute("LOCK TABLE outbox.commit_log")
         result = pool.submit(audit.run_once, Executor(own, "outbox"))
