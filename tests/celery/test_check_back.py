@@ -7,7 +7,13 @@ import json
 import pytest
 
 from tests.celery.project import Project
+from tests.part_apps import has, part_apps
 from tests.support import eventually
+
+# Apps with a pass of their own, and the names of these passes.
+PARTS = part_apps("saga", "schedules")
+PASSES_OF_PARTS = [name for app, name in (("saga", "outbox.sagas"), ("schedules", "outbox.schedules")) if has(app)]
+WITH_PARTS = f"INSTALLED_APPS += {PARTS!r}\n"
 
 LOST_END = "from shop.services import pay; pay('A-1')"
 BLOCKER = """
@@ -71,6 +77,7 @@ def test_a_worker_asks_back_without_beat_queue_or_pool(shop: Project) -> None:
 SCHEDULE = """
 import json
 from shop.celery import app
+app.loader.init_worker()  # as worker and beat do
 app.finalize()
 print(json.dumps([sorted(name for name in app.tasks if name.startswith("outbox.")), app.conf.beat_schedule]))
 """
@@ -82,20 +89,19 @@ print(json.dumps([sorted(name for name in app.tasks if name.startswith("outbox."
     [pytest.param(True, id="finalised before"), pytest.param(False, id="finalised after")],
 )
 def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, early: bool) -> None:
+    shop.write("shop/settings.py", WITH_PARTS)
     if early:
         _finalise_early(shop)
     tasks, schedule = json.loads(shop.python(SCHEDULE))
-    # Django's apps add passes when they are ready. A Celery app that is finalised earlier has no entry for them.
-    added = [] if early else ["outbox.sagas", "outbox.schedules"]
     passes = ["outbox.audit", "outbox.check_back", "outbox.compare", "outbox.conditions", "outbox.prune"]
-    assert tasks == [*passes, *added]
+    assert tasks == [*passes, *PASSES_OF_PARTS]
     assert schedule == {
         "outbox.check_back": {"task": "outbox.check_back", "schedule": 0.5},
         "outbox.compare": {"task": "outbox.compare", "schedule": 60.0},
         "outbox.conditions": {"task": "outbox.conditions", "schedule": 15.0},
         "outbox.prune": {"task": "outbox.prune", "schedule": 600.0},
         "outbox.audit": {"task": "outbox.audit", "schedule": 3600.0},
-        **{name: {"task": name, "schedule": 60.0} for name in added},
+        **{name: {"task": name, "schedule": 60.0} for name in PASSES_OF_PARTS},
     }
 
 
@@ -112,7 +118,7 @@ def test_beat_alone_drives_check_back(shop: Project) -> None:
 def test_entries_survive_the_database_scheduler(shop: Project) -> None:
     """It keeps its own form of a schedule; the fields that it drops must not be needed."""
     pytest.importorskip("django_celery_beat", reason="django-celery-beat is not installed")
-    shop.write("shop/settings.py", "INSTALLED_APPS += ['django_celery_beat']\n")
+    shop.write("shop/settings.py", f"{WITH_PARTS}INSTALLED_APPS += ['django_celery_beat']\n")
     said = shop.python(
         """
         import json
@@ -135,8 +141,7 @@ def test_entries_survive_the_database_scheduler(shop: Project) -> None:
         "outbox.conditions": ["outbox.conditions", 15, None, None],
         "outbox.prune": ["outbox.prune", 600, None, None],
         "outbox.audit": ["outbox.audit", 3600, None, None],
-        "outbox.sagas": ["outbox.sagas", 60, None, None],
-        "outbox.schedules": ["outbox.schedules", 60, None, None],
+        **{name: [name, 60, None, None] for name in PASSES_OF_PARTS},
     }
 
 

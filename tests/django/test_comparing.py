@@ -26,6 +26,7 @@ from outbox.contrib.django.operations.comparing import (
     settle_losses,
 )
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.errors import LedgerUnavailable
 from outbox.subscription import Start
 from outbox.utils.ids import uuid7
 from tests.django.support import sequence
@@ -70,6 +71,22 @@ def test_lost_messages_are_counted_until_they_are_known_again_or_settled() -> No
     assert run_compare() == NOTHING
     _restore_broker_to_before(*kept)
     assert run_compare() == CompareCounts(lost_messages=1)
+
+
+def test_a_ledger_that_is_gone_does_not_agree_with_the_broker() -> None:
+    """The database was replaced by one without the tables, or its search path changed."""
+    _publish("kept")
+    assert run_compare() == NOTHING
+    with connections["default"].cursor() as cursor:
+        cursor.execute("ALTER TABLE outbox_ledger RENAME TO elsewhere; ALTER TABLE outbox_ledger_identity RENAME TO i")
+        try:
+            with pytest.raises(LedgerUnavailable, match=r"'default': relation \"outbox_ledger"):
+                run_compare()
+        finally:
+            cursor.execute(
+                "ALTER TABLE elsewhere RENAME TO outbox_ledger; ALTER TABLE i RENAME TO outbox_ledger_identity"
+            )
+    assert run_compare() == NOTHING
 
 
 def test_a_pruned_ledger_names_the_span_that_is_unknown() -> None:

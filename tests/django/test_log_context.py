@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,26 @@ def test_a_worker_ends_its_lines_with_the_message(tmp_path: Path, monkeypatch: p
     failed = next(number for number, line in enumerate(said) if "it is given up" in line)
     assert said[failed].endswith(f"it is given up{suffix}")
     assert said[failed + 1].startswith("Traceback")
+
+
+def test_in_the_log_of_a_project_errors_have_no_control_characters(
+    databases: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(logging.Formatter("%(name)s %(message)s"))
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    process_log.write_log("consumer")
+
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        shop.warning("\x1b[1mof the project itself")
+        raise PermanentError("no\x1b[2J such\rorder")
+
+    publish("orders", {}, key="o1", at_once=True)
+    consume()
+    logging.getLogger("outbox.broker").error("the pass failed: %s", ValueError("\x1b[31mred"))
+    said = written.getvalue()
+    assert r"PermanentError: no\x1b[2J such\rorder" in said and r"failed: \x1b[31mred" in said
+    assert said.count("\x1b") == 1 and "\x1b[1mof the project itself" in said

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from io import StringIO
 from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from django.core.management import call_command
 from django.db import connections
 from django.utils import timezone
 
@@ -20,8 +22,8 @@ from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.database.executor import Row
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.log import recall
-from outbox.broker.operations import broker_conditions, changes, summary
-from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations import broker_conditions, changes, rules, summary
+from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.search import unfinished_deliveries
 from outbox.broker.operations.trace import trace
@@ -33,7 +35,7 @@ from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import CompareCounts, run_compare
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.raised import by_subject
-from outbox.contrib.django.operations.watching import look, run_audit
+from outbox.contrib.django.operations.watching import look, probe, run_audit
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.limits import Limits
 from outbox.erased import ERASED_CONTENT_TYPE
@@ -323,3 +325,41 @@ def test_what_cannot_be_read_is_unknown_in_every_output_and_read_again_later(wor
         assert {labels[0] for labels, _ in rows} == set(catalogue()) - set(unread)
     assert by_subject(found.verdict.conditions) == ({}, set(unread))
     assert look().verdict.conditions == [], "the next look has opened a new connection"
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("SET LOCAL statement_timeout = 20; SELECT pg_sleep(60)", "canceling statement due to statement timeout"),
+        ("SELECT 1 / 0", "division by zero"),
+    ],
+    ids=["a timeout of the role", "another error"],
+)
+def test_a_broker_that_does_not_execute_a_statement_is_not_called_away(
+    world: World, statement: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers, so status and probe say what happened, and that the other conditions are unknown."""
+    monkeypatch.setattr(rules, "check_schema", lambda connection, schema: connection.execute(statement))
+    monkeypatch.setattr(rules, "leadership", lambda run: run.connection.execute(statement))
+    for found in (look().verdict, probe()):
+        [one] = found.conditions
+        assert (one.name, one.severity, found.is_complete) == ("unreachable", Severity.CRITICAL, False)
+        assert "does not answer" not in one.text and "publishing fails" not in one.text
+        assert reason in one.text
+        assert "timeout" in one.next_step and "server runs" not in one.next_step
+    out = StringIO()
+    with pytest.raises(SystemExit) as ended:
+        call_command("outbox_status", stdout=out, no_color=True)
+    assert ended.value.code == Severity.CRITICAL
+    assert "did not answer" not in out.getvalue()
+    assert "every other condition is unknown" in out.getvalue()
+
+
+def test_people_see_the_beginning_of_a_long_error_and_json_has_all_of_it() -> None:
+    error = f"ValueError: \x1b[2J{'x' * 4000}\nsecond line, postgresql://shop:secret@db/shop"
+    command = f"outbox_group reset {'g' * 200} {'t' * 200}"
+    fact = {"group": "mail", "error": error, "topic": "orders", "command": command}
+    one = Condition("outage", Severity.WARNING, [fact], 1, "A subscription pauses.")
+    assert one.text.startswith(r"A subscription pauses. (group mail, error ValueError: \x1b[2Jxxx")
+    assert one.text.endswith(f"xxx…, topic orders, command {command})") and len(one.text) < 900
+    assert one.as_json()["evidence"] == [fact]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.workers import run_pass
+from outbox.contrib.django.worker.workers import run_check_role, run_pass
 from outbox.errors import BrokerError
 from tests.django.entry_points import say
 from tests.django.processes import child
@@ -114,6 +115,21 @@ def test_a_pass_that_fails(databases: None) -> None:
         run_pass(check_back)
         assert failing()[0][0] == "the pass of check_back, shop"
     run_pass(check_back)
+    assert failing() == []
+
+
+def test_a_pass_of_a_process_that_has_ended_does_not_fail(databases: None) -> None:
+    """As after a release that mends the pass: the condition would hold for 25 minutes more."""
+    [check_back] = [one for one in passes() if one.name == "check_back"]
+    with rolled_back():
+        publish("orders", {}, key="half")
+    flush(within_seconds=5)
+    with refusing("pending_check"):
+        run_pass(check_back)
+        assert failing()[0][0] == "the pass of check_back, shop"
+    stop = threading.Event()
+    stop.set()
+    run_check_role(stop)
     assert failing() == []
 
 

@@ -6,6 +6,7 @@ and the index says how large they are.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def size_of(item: Mapping[str, Any]) -> int:
 
 
 def main() -> None:
-    for extra in sys.argv[1:] or EXTRAS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", default=EXTRAS, help="by default those that README names")
+    for extra in parser.parse_args().extras:
         command = [
             sys.executable,
             "-m",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import Celery
+from celery.signals import import_modules
 
 from outbox.utils.periodic import PeriodicPass
 
@@ -21,12 +22,22 @@ def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:
     """Register one task and one beat entry per pass, both named `outbox.<name>`.
 
     The function calls `passes` and registers the tasks only when Celery has finalised the app, because a Celery module
-    may be imported before the settings can be read.
+    may be imported before the settings can be read. Worker and beat also do so at their start, because an app that is
+    finalised while Django imports it lacks the passes of the apps that Django makes ready later.
     """
+    added: set[str] = set()
+
+    def add(**_: Any) -> None:
+        # The project may have changed or removed an entry since it was added.
+        new = [entry for entry in passes() if entry.name not in added]
+        added.update(entry.name for entry in new)
+        _add(app, new)
+
     if app.finalized:
-        _add(app, passes())
+        add()
     else:
-        app.on_after_finalize.connect(lambda sender, **_: _add(sender, passes()), weak=False)
+        app.on_after_finalize.connect(add, weak=False)
+    import_modules.connect(add, sender=app, weak=False)
 
 
 def _add(app: Celery, passes: list[PeriodicPass]) -> None:

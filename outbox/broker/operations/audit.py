@@ -18,6 +18,7 @@ from typing import Any, Final
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
+from outbox.broker.database.timeouts import lift_for_transaction
 from outbox.broker.groups.offsets import newest_offset
 
 _TOPICS: Final = Statement("SELECT topic_id, name FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name")
@@ -185,6 +186,7 @@ def count_messages(run: Executor) -> MessageCounts:
 def _one_snapshot(connection: Connection) -> Iterator[None]:
     connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
+        lift_for_transaction(connection)
         yield
     finally:
         connection.rollback()

@@ -34,8 +34,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
+from outbox.utils.safe_text import for_people
+
 # A condition lists at most this many facts; `count` has the number of all facts.
 EVIDENCE: Final = 20
+# Facts that are texts of other programs. A line for people has at most this many characters of them; JSON has all.
+_TEXTS_OF_OTHERS: Final = ("error", "detail")
+_SHOWN: Final = 300
 # The facts that say what a condition is about.
 SUBJECT: Final = ("group", "topic", "queue", "producer_group")
 
@@ -383,11 +388,17 @@ def duration(seconds: float | None) -> str:
 
 
 def as_facts(fact: Fact) -> str:
-    """Return one fact of the evidence in one line, with readable time spans."""
+    """Return one fact of the evidence in one line, with readable time spans, and only the beginning of an error."""
     return ", ".join(f"{name.removesuffix('_seconds')} {_readable(name, value)}" for name, value in fact.items())
 
 
 def _readable(name: str, value: object) -> object:
     if name.endswith("seconds") and isinstance(value, (int, float)):
         return duration(value)
-    return "-" if value in (None, "") else value
+    if value in (None, ""):
+        return "-"
+    if name not in _TEXTS_OF_OTHERS or not isinstance(value, str):
+        return value
+    # The error of a handler may have many long lines, and the facts after it would be out of sight.
+    first = next(iter(for_people(value).splitlines()), "-")
+    return first if len(first) <= _SHOWN else f"{first[: _SHOWN - 1]}…"

@@ -21,7 +21,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import texts
-from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 
@@ -152,6 +152,7 @@ place AS (
                log.message_id, log.key, failed.since, failed.error
         FROM (SELECT log_id FROM {schema}.consume_queue entry
               WHERE entry.queue_id = pair.queue_id AND queue_offset >= pair.first
+                AND pair.head > pair.first  -- here, so that nothing is read of a queue in which nothing waits
               ORDER BY queue_offset LIMIT 1) AS first
         -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
         CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at, message_id, key
@@ -163,18 +164,16 @@ place AS (
                            FROM {schema}.failure
                            WHERE (mode <> 'concurrent' OR is_retry) AND failure.group_id = pair.group_id
                              AND failure.log_id = first.log_id) AS failed ON true
-        WHERE head > pair.first
     ) AS waiting ON true
 )
 """
     )
 
 
-# This statement sums the figures per group and topic. The retry queues of a group have a separate row.
+# This statement sums the figures per group and topic. The retry queues of a group have a separate row. The statement
+# around it has the CTEs of `EVERY`.
 GROUPS: Final = (
     "WITH "
-    + EVERY
-    + ", "
     + _progress(_OF_EVERY)
     + """
 SELECT progress.group, topic.name AS topic, progress.is_retry, progress.paused, count(*) AS queues,

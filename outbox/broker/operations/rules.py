@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import cast
+from typing import Final, cast
 
+import psycopg
 from psycopg.errors import LockNotAvailable
 
 from outbox import hooks
@@ -30,6 +31,7 @@ from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.schema.install import check_schema
 from outbox.errors import SchemaError
+from outbox.utils.causes import causes
 from outbox.utils.refused_connections import is_refused
 
 
@@ -101,10 +103,28 @@ def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionRepor
         return _locked(run)
 
 
+# The SQLSTATE classes of errors with which a server or a pooler ends or refuses a session.
+_NO_SESSION: Final = ("08", "57P")
+
+
 def unusable(error: Exception) -> ConditionReport:
-    """Return the verdict on a broker that does not answer; `error` is a SchemaError or an error of the connection."""
+    """Return the verdict on a broker that was not read; `error` is a SchemaError or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     if is_refused(error):
         name = "connections_refused"
     found = broker_conditions.CONDITIONS[name].condition(Severity.CRITICAL, [{"error": str(error).strip()}], 1)
+    if name == "unreachable" and _has_answered(error):
+        found = replace(
+            found,
+            meaning="The broker's database answers, but it did not execute a statement that reads the conditions.",
+            next_step="Do what the error says. If a timeout ended the statement, look for what makes the server slow, "
+            "or raise the timeout of this login.",
+        )
     return worst_first([found], is_complete=False)
+
+
+def _has_answered(error: Exception) -> bool:
+    """Whether the server has refused or cancelled a statement, in a session that it keeps."""
+    of_driver = next((one for one in causes(error) if isinstance(one, psycopg.Error)), None)
+    state = of_driver.sqlstate if of_driver is not None else None
+    return state is not None and not state.startswith(_NO_SESSION)

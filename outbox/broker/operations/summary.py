@@ -69,11 +69,8 @@ GROUP BY producer_group ORDER BY producer_group
 
 # Figures per topic. `behind_since`: the time from which retention may remove the oldest message that every group has
 # consumed. This time may be in the future.
-_TOPICS: Final = (
-    """
-WITH """
-    + EVERY
-    + """, reader AS (
+_TOPICS: Final = """
+WITH reader AS (
     SELECT group_id, topic_id FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
     WHERE NOT broadcast
 ), consumed AS MATERIALIZED (
@@ -101,11 +98,11 @@ FROM of_queue JOIN {schema}.topic USING (topic_id) LEFT JOIN undecided USING (to
 WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
 """
-)
 
 # One statement reads the figures of groups, producers and topics, the time, and the number of assigned log ids. With
 # separate statements, the leader would make more round trips every few seconds, even if there are no messages.
 _COUNT: Final = Statement(f"""
+WITH {EVERY}
 SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
         FROM CAST(pg_get_serial_sequence('{{schema}}.commit_log', 'log_id') AS regclass) AS ids),
@@ -615,14 +612,12 @@ def run_once(database: BrokerDatabase, leader: LeadingProcess | None = None) -> 
     Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
-        if timeouts.lasts(connection):
-            timeouts.lift_for_session(connection)
-        else:
-            timeouts.lift_where_direct(connection)
-        run = Executor(connection, database.schema)
-        summary = refresh(run, leader)
-        topic_limits.mark_topics(run, lags_of(summary))
-        return summary.took_seconds
+        is_lifted = timeouts.lift_where_direct(connection)
+        with contextlib.nullcontext() if is_lifted else timeouts.lifted(connection):
+            run = Executor(connection, database.schema)
+            summary = refresh(run, leader)
+            topic_limits.mark_topics(run, lags_of(summary))
+            return summary.took_seconds
 
 
 def lags_of(summary: Summary) -> topic_limits.Lags:

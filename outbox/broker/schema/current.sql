@@ -230,6 +230,8 @@ CREATE TABLE recalled_retry (
     recalled_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX recalled_retry_message ON recalled_retry (log_id);
+-- Without a primary key: if a publication has all tables, PostgreSQL otherwise refuses that retention deletes rows.
+ALTER TABLE recalled_retry REPLICA IDENTITY FULL;
 
 -- One row per incarnation: when it began, all decisions were compared with all queues, and transaction ids of another
 -- server were taken out of op_log.
@@ -322,6 +324,7 @@ CREATE TABLE check_history (
     detail         text        NOT NULL
 );
 CREATE INDEX check_history_transaction ON check_history (transaction_id);
+ALTER TABLE check_history REPLICA IDENTITY FULL; -- as recalled_retry
 
 -- When each producer group last asked for its checks, to within some seconds: shows whether a process of it runs.
 CREATE TABLE producer_group (
@@ -507,6 +510,7 @@ CREATE TABLE timed_out (
     timed_out_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 CREATE INDEX timed_out_message ON timed_out (log_id);
+ALTER TABLE timed_out REPLICA IDENTITY FULL; -- as recalled_retry
 
 -- Messages in quarantine: their process died or hung while it handled them. A group has one trial at a time: the
 -- messages of a batch are tried by halves until one is alone. A handled message is removed. The third death of a process
@@ -589,6 +593,7 @@ CREATE TABLE pruned (
     queued      bigint      NOT NULL DEFAULT 0,
     pruned_at   timestamptz NOT NULL DEFAULT now()
 );
+ALTER TABLE pruned REPLICA IDENTITY FULL; -- as recalled_retry
 
 -- How far ledger and inbox of each service are pruned. Both are in the databases of applications, which the broker
 -- cannot read, so the pass that prunes them stores its progress here.

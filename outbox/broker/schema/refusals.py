@@ -35,8 +35,9 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, pg.ReadOnlySqlTransaction):
         return BrokerUnavailable(
-            f"{what}: not done, the broker's database is read-only (a replica, or its disk is nearly full). Nothing "
-            f"was stored. Connect to the primary server."
+            f"{what}: not done, the broker's database is read-only (a replica, its disk is nearly full, or the login "
+            f"has default_transaction_read_only). Nothing was stored. Connect to the primary server, as a login that "
+            f"may write."
         )
     if isinstance(error, pg.InsufficientPrivilege):
         return ConfigurationError(

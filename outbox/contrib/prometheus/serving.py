@@ -21,7 +21,7 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
-from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.errors import BrokerError
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,7 +77,7 @@ def state() -> ScrapeState:
                     of_parts=[one for module in hooks.metrics for one in import_module(module).figures(found.state)],
                     judged=judged,
                 )
-    except (BrokerUnavailable, SchemaError) as error:
+    except BrokerError as error:
         return ScrapeState(unusable(error), judged=judged)
 
 

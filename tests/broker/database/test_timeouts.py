@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from uuid import UUID
 
 import psycopg
@@ -16,12 +18,15 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
+from outbox.broker.operations import audit, summary
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import SCHEMA_VERSION, install
 from outbox.broker.transaction import checks
 from outbox.subscription import Subscription
 from outbox.transaction import Answer, CheckSettings, Decision
+from tests import pooler
 from tests.broker.support import GROUP, half, message, new_sequencer, process, queued_ids
+from tests.pooler import PROGRAM
 from tests.support import eventually
 
 # A busy machine may stall for a tenth of a second between a session's start and its first statement.
@@ -196,6 +201,40 @@ def test_settings_do_not_outlast_a_transaction_behind_a_pooler(
         checks.scan(Executor(session, "outbox"), settings=CheckSettings())
         assert session.execute(shown).fetchall() == before
     assert len(queued_ids(connection)) == 1
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed")
+def test_the_summary_is_stored_behind_a_pooler(
+    tiny: BrokerDatabase,
+    slow: Callable[[str, str], None],
+    server_url: str,
+    tmp_path: Path,
+    connection: BrokerConnection,
+) -> None:
+    """Without it, lag and conditions would stay as they were before the pooler."""
+    slow("INSERT", "summary")
+    role = tiny_role(tiny)
+    with pooler.running(server_url, tmp_path, size=2, logins=[role]) as running:
+        name = conninfo_to_dict(tiny.conninfo)["dbname"]
+        summary.run_once(BrokerDatabase(make_conninfo(running.url, user=role, dbname=name)))
+    assert connection.execute("SELECT count(*) FROM outbox.summary").fetchone() == (1,)
+
+
+def test_the_audit_ends_however_long_it_takes(tiny: BrokerDatabase, connection: BrokerConnection) -> None:
+    waits = """
+        SELECT 1 FROM pg_stat_activity
+        WHERE usename = %s AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '0.5 s'
+    """
+    with (
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(tiny.open()) as own,
+        psycopg.connect(connection.info.dsn) as other,
+    ):
+        other.execute("LOCK TABLE outbox.commit_log")
+        result = pool.submit(audit.run_once, Executor(own, "outbox"))
+        eventually(lambda: result.done() or connection.execute(waits, [tiny_role(tiny)]).fetchone())
+        other.rollback()
+        assert result.result().differences == []
 
 
 def test_check_back(tiny: BrokerDatabase, slow: Callable[[str, str], None], connection: BrokerConnection) -> None:

@@ -371,3 +371,21 @@ def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase
     assert found is not None and found.entries[0].state == "handled"
     assert json.dumps(found.as_json())
     assert trace(Executor(connection, "outbox"), uuid7()) is None
+
+
+def test_a_publication_of_all_tables_stops_no_pass(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Debezium makes one by default. PostgreSQL then refuses changes of tables without a replica identity."""
+    connection.execute("CREATE PUBLICATION everything FOR ALL TABLES")
+    sent = broker.send([message() for _ in range(3)])
+    drain(new_sequencer(database), connection)
+    connection.execute("UPDATE outbox.commit_log SET stored_at = now() - interval '1 year'")
+    retention.run_once(Executor(connection, "outbox"))
+    assert len(queued_ids(connection)) == len(sent)
+    without = """
+        SELECT relname FROM pg_class WHERE relnamespace = 'outbox'::regnamespace AND relkind IN ('r', 'p')
+        AND relpersistence = 'p' AND relreplident = 'd'
+        AND NOT EXISTS (SELECT FROM pg_index WHERE indrelid = pg_class.oid AND indisprimary)
+    """
+    assert connection.execute(without.encode()).fetchall() == []

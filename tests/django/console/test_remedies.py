@@ -15,6 +15,7 @@ from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.console import cards
+from outbox.contrib.console.templatetags import outbox_console
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
@@ -114,7 +115,7 @@ def test_the_tiles_show_figures_and_lead_to_their_lists(world: World, operator: 
         ("ok", "/outbox/undecided/", "Undecided 1 no transaction is parked"),
         ("warning", "/outbox/dead-letters/", "Dead letters 1 in mail"),
         ("ok", "/outbox/waiting/?retrying=yes", "Retrying 1 in stock"),
-        ("critical", "/outbox/workers/", "Workers 0 2 of 2 groups have none"),
+        ("critical", "/outbox/workers/", "Workers 0 2 of 2 groups without one"),
         ("ok", "/outbox/workers/", "Sequencer leads"),
     ]
     order = re.findall(r'<section class="condition[^>]* data-key="(\w+)"', html)
@@ -306,3 +307,15 @@ def test_a_full_list_is_small(world: World, operator: Client) -> None:
     for path in ("dead-letters/list/", "dead-letters/list/?group=mail", "messages/"):
         html = page(operator, path)
         assert "Next page" in html and len(html.encode()) < MOST_BYTES, path
+
+
+def test_a_next_step_links_to_the_documents_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = "Delete it (docs/operations/messages.md#rename-or-delete-a-group): `outbox_group delete`, or docs/limits.md."
+    monkeypatch.setattr(outbox_console, "documents", lambda: "https://example.com/v1/docs/")
+    assert outbox_console.marked(step) == (
+        'Delete it (<a href="https://example.com/v1/docs/operations/messages.md#rename-or-delete-a-group">rename or '
+        'delete a group</a>): <code>outbox_group delete</code>, or <a href="https://example.com/v1/docs/limits.md">'
+        "limits</a>."
+    )
+    monkeypatch.setattr(outbox_console, "documents", lambda: "")
+    assert "docs/limits.md." in outbox_console.marked(step), "a checkout has no address"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from typing import Any, Final
 from uuid import UUID
 
 from django import template
@@ -22,6 +25,8 @@ from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, has_buttons
 
 register = template.Library()
 
+_DOCUMENT: Final = re.compile(r"\bdocs/([\w/-]+\.md(?:#[\w-]+)?)")
+
 
 for shown in (
     *(cells.inert, cells.told, cells.first_line, cells.shortened, cells.readable, cells.words, cells.span),
@@ -32,11 +37,37 @@ for shown in (
 
 @register.filter
 def marked(text: str) -> SafeString:
-    """Return a sentence as HTML, with the parts between backticks as <code>."""
+    """Return a sentence as HTML, with the parts between backticks as <code>, and with links to the documents."""
     parts = enumerate(text.split("`"))
     return format_html_join(
-        "", "{}", ((format_html("<code>{}</code>", part) if number % 2 else part,) for number, part in parts)
+        "", "{}", ((format_html("<code>{}</code>", part) if number % 2 else _linked(part),) for number, part in parts)
     )
+
+
+@cache
+def documents() -> str:
+    """Return the address of the folder docs/ of this release; '' for a package that was not built for a release."""
+    try:
+        named = metadata.metadata("outbox-transactional").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    addresses: dict[str, str] = dict(one.split(", ", 1) for one in named)
+    return addresses.get("Documentation", "").removesuffix("index.md")
+
+
+def _linked(text: str) -> SafeString | str:
+    return format_html_join("", "{}", ((part,) for part in _with_links(text, documents()))) if documents() else text
+
+
+def _with_links(text: str, folder: str) -> Iterator[SafeString | str]:
+    end = 0
+    for found in _DOCUMENT.finditer(text):
+        page, _, section = found[1].removesuffix(".md").partition(".md#")
+        title = (section or page.rpartition("/")[2]).replace("-", " ")
+        yield text[end : found.start()]
+        yield format_html('<a href="{}{}">{}</a>', folder, found[1], title)
+        end = found.end()
+    yield text[end:]
 
 
 @register.filter

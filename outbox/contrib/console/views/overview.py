@@ -250,7 +250,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Workers",
         broker.processes,
-        f"{unattended} of {len(broker.groups)} groups have none" if unattended else f"for {len(broker.groups)} groups",
+        f"{unattended} of {_groups(broker.groups)} without one" if unattended else f"for {_groups(broker.groups)}",
         reverse("outbox:workers"),
         tone_of(conditions, "Workers"),
     )
@@ -268,6 +268,10 @@ def _among(groups: Sequence[Row], name: str) -> str:
     """The group that a figure is about, or that has most of it."""
     most = max(groups, key=lambda one: getattr(one, name)).name
     return f"in {most}" if len(groups) == 1 else f"in {len(groups)} groups, most in {most}"
+
+
+def _groups(groups: Sequence[Row]) -> str:
+    return "1 group" if len(groups) == 1 else f"{len(groups)} groups"
 
 
 def _last_tick(broker: Overview, conditions: Sequence[Condition]) -> str:

@@ -96,8 +96,7 @@ def compare_when_due() -> CompareCounts | None:
         life = lives.current(run)
         since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
         known = comparisons.list_comparisons(run)
-    wanted = [*_ledger_keys(), *((ComparisonKind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
-    for one in map(known.get, wanted):
+    for one in map(known.get, _keys()):
         if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
             return run_compare()
     return None
@@ -122,19 +121,21 @@ def run_compare() -> CompareCounts:
             producer_group=settings.producer_group or "",
             keep=timedelta(seconds=settings.inbox_retention_seconds),
         )
+        # If a database had the tables at an earlier comparison, it was replaced, or its tables are lost.
+        compared = {key[-1] for key in _keys() if key in context.known}
         for alias, compare in _work(context):
             try:
                 with closing(open_connection(alias)) as application:
                     compare(application)
             except DatabaseError as error:
-                if _has_tables(alias):
+                if alias in compared or _has_tables(alias):
                     failed[alias] = error
         counts = _counts(comparisons.list_comparisons(run), context.known)
     if failed:
         said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
         raise LedgerUnavailable(
             f"ledger and inbox could not be compared with the broker ({said}). No data is lost by this "
-            "error. Make the named databases reachable: the next pass compares again."
+            "error. Make the named databases and their tables reachable: the next pass compares again."
         ) from next(iter(failed.values()))
     return counts
 
@@ -190,6 +191,10 @@ class _Context:
     def is_young(self) -> bool:
         """Return whether transactions that began before this life of the broker may still commit."""
         return self.life.began_at > datetime.now(UTC) - _YOUNG
+
+
+def _keys() -> list[ComparisonKey]:
+    return [*_ledger_keys(), *((ComparisonKind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
 
 
 def _ledger_keys() -> list[ComparisonKey]:

@@ -26,7 +26,7 @@ from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.errors import BrokerError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _seen() -> ConditionReport:
     try:
         with asking() as run:
             return survey_project(run).verdict
-    except (BrokerUnavailable, SchemaError) as error:
+    except BrokerError as error:
         return unusable(error)
 
 

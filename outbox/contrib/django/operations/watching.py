@@ -29,7 +29,7 @@ from outbox.contrib.django.database.aliases import broker_connection, opened, re
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.settings.definition import unknown as unknown_name
-from outbox.errors import BrokerUnavailable, ConfigurationError, OutboxError, SchemaError
+from outbox.errors import BrokerError, ConfigurationError, OutboxError
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def look() -> BrokerView:
             with lock_limited(run.connection):
                 summary = found.state.summary
                 return BrokerView(found.verdict, overview(run, summary), summary=summary)
-    except (BrokerUnavailable, SchemaError) as error:
+    except BrokerError as error:
         return BrokerView(unusable(error), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -118,7 +117,15 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
         return work()
 
 
-@functools.cache
+def end_notes() -> None:
+    """End the notes about the passes that fail in this process, which ends. Its successor has notes of its own."""
+    for note in list(_notes.values()):
+        note.worked()
+
+
+_notes: Final[dict[tuple[BrokerDatabase, str], FailureNote]] = {}
+
+
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
     # A pass runs rarely, so even its first failure is recorded at once.
-    return FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1)
+    return _notes.setdefault((database, of), FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1))

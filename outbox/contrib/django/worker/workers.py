@@ -23,7 +23,7 @@ from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inbo
 from outbox.contrib.django.subscribers.middleware import with_middleware, with_options
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
-from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.periodic import end_notes, passes
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
 from outbox.errors import BrokerUnavailable, OutboxError, ServiceUnavailable
 from outbox.ports import AnyHandler, Consumers
@@ -160,6 +160,7 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
             pause = max(0.05, min(due.values()) - time.monotonic())
             stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
     finally:
+        end_notes()
         connections.close_all()
 
 

@@ -65,7 +65,7 @@ class Command(OutboxCommand):
         for condition in found.verdict.conditions:
             self.print_condition(condition)
         if not found.verdict.is_complete:
-            self.say("the broker did not answer: every other condition is unknown", self.style.ERROR)
+            self.say("the broker was not read: every other condition is unknown", self.style.ERROR)
         elif not found.verdict.conditions:
             self.say("nothing needs attention", self.style.SUCCESS)
         if found.overview is not None:
