@@ -114,7 +114,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'"),
     ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec"),
     ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'"),
-    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path, namespace"),
+    ('env = "RECONCILE_APP"', "", "needs exactly one of env, dsn, path, namespace"),
     (
         'key = "order_id"',
         'key = "order_id"\nmessage_id = "m"',
