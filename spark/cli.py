@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "check":
             rules = rules_file.load(given.rules)
-            print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
+            print(f"{given.rules} is valid. Rules: {len(rules.rules)}, databases: {len(rules.databases)}.")
             return 0
         if given.command == "findings":
             for line in _finding_lines(given):
