@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import session
 from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
@@ -30,6 +30,9 @@ DESCRIPTION = """Compare business tables, messages and effects with each other.
 
 Exit codes: 0 no findings, 1 findings, 2 an operator must correct something first, 3 incomplete (run the command again).
 With the exit codes 2 and 3 no result was published, so the previous result stays in force."""
+
+# What a shell shows for a program that SIGPIPE has ended.
+_CLOSED_PIPE: Final = 128 + signal.SIGPIPE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "check":
             rules = rules_file.load(given.rules)
-            print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
+            print(f"{given.rules} is valid. Rules: {len(rules.rules)}, databases: {len(rules.databases)}.")
             return 0
         if given.command == "findings":
             for line in _finding_lines(given):
@@ -141,6 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         commands = {"archive": _archive, "watch": _watch, "run": _run}
         return commands[given.command](given)
+    except BrokenPipeError:
+        # The program that reads the output, such as `head`, has closed the pipe. Discard Python's output buffer,
+        # because writing it at exit would fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
     except ReconcileError as error:
         print(f"outbox-reconcile: {for_people(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -127,7 +127,8 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     is_wrong, is_short = _sums(rule, number)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
-        FindingClass.DUPLICATE: is_sent & (effects > _live()) & F.lit(not group.sum_effect),
+        FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
+        | (_is_recalled(window.looks_at) & F.lit(has_table) & (effects > 0)),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
         FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
@@ -203,6 +204,12 @@ def _is_apart(ours: Column, theirs: Column, field: FieldRule) -> Column:
 def _is_sent(judges: Callable[[Column], Column]) -> Column:
     """Whether groups may owe an effect: the row is judged, and its message is committed and not recalled."""
     return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
+
+
+def _is_recalled(judges: Callable[[Column], Column]) -> Column:
+    """Whether no group may have an effect: the row is judged, and all its messages were recalled before they were
+    due."""
+    return (F.col("rows") > 0) & judges(F.col("row_at")) & (F.col("recalled") > 0) & (_live() == 0)
 
 
 def _is_owed(rule: Rule, number: int) -> Column:

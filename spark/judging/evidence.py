@@ -28,7 +28,7 @@ from pyspark.sql.types import DecimalType
 
 from ..common.safe_text import quoted
 from ..rules import masking
-from ..rules.rule import FieldType, Rule
+from ..rules.rule import FieldRule, FieldType, Rule
 from ..sources import bounded, contract
 from ..sources.values import NUMBER, from_body, from_column, json_path, lost_decimals
 from . import json_text
@@ -72,6 +72,8 @@ _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _MARK: Final = "the end of the body"
+# A number whose text has up to this many characters has all its digits as a double.
+_EXACT: Final = 15
 # Half a surrogate pair, or an escaped backslash before what looks like a half. The parser of this package decides.
 _HALF_PAIR: Final = (
     r"(?i)\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}|\\\\ud[89a-f]"
@@ -159,7 +161,10 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     else:
         paths = {f"b{n}": f"$[0]{json_path(field)[1:]}" for n, field in enumerate(rule.fields)}
         parsed = parsed.withColumns({b: F.try_variant_get(document, path, "string") for b, path in paths.items()})
-        texts = {b: _in_range(F.col(b), document, path) for b, path in paths.items()}
+        texts = {
+            b: _in_range(F.col(b), document, path, field)
+            for (b, path), field in zip(paths.items(), rule.fields, strict=True)
+        }
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
     read = parsed.withColumns(columns).drop("text", "document", "again")
     raw = [F.col(name) for name in texts]
@@ -215,14 +220,18 @@ def _read_again(text: Column, rule: Rule) -> Column:
     )
     # Spark calls a Python function for every row, even inside of WHEN. So for a body that is not suspicious, the
     # function gets null instead of the body.
-    is_suspicious = _is_suspicious(text, F.try_parse_json(_enclosed(text)), rule)
+    enclosed = F.try_parse_json(_enclosed(text))
+    is_suspicious = _is_suspicious(text, enclosed, rule)
+    for field in rule.fields:
+        path = f"$[0]{json_path(field)[1:]}"
+        is_suspicious = is_suspicious | _is_inexact(F.try_variant_get(enclosed, path, "string"), enclosed, path, field)
     return read(F.when(F.is_valid_utf8(text) & is_suspicious, text))
 
 
 def _texts(document: Column, again: Column, rule: Rule) -> list[Column]:
     """The texts of the compared fields; `again` is the result of `_read_again`."""
     return [
-        F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(_text_at(document, json_path(field)))
+        F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(_text_at(document, field))
         for number, field in enumerate(rule.fields)
     ]
 
@@ -247,19 +256,35 @@ def _kind(rule: Rule) -> Column:
     return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
 
 
-def _text_at(document: Column, path: str) -> Column:
+def _text_at(document: Column, field: FieldRule) -> Column:
     """The text of a body's value."""
-    return _in_range(F.try_variant_get(document, path, "string"), document, path)
+    path = json_path(field)
+    return _in_range(F.try_variant_get(document, path, "string"), document, path, field)
 
 
-def _in_range(text: Column, document: Column, path: str) -> Column:
-    """The text of a body's value; for a number beyond the range of a double, a text that is no number.
+def _in_range(text: Column, document: Column, path: str, field: FieldRule) -> Column:
+    """The text of a body's value; for a number that Spark reads as infinite or as another number, a text that is no
+    number.
 
-    Spark reads such a number as infinite, and would give it the same text as the string "Infinity". `text` is read
-    twice: if it is not a column of an earlier step, Spark also extracts it from the document twice.
+    Spark would give an infinite number the same text as the string "Infinity". `text` is read twice: if it is not a
+    column of an earlier step, Spark also extracts it from the document twice.
     """
-    kind = F.schema_of_variant(F.try_variant_get(document, path, "variant"))
-    return F.when(text.isin("Infinity", "-Infinity") & (kind == "DOUBLE"), "a number beyond 1.8e308").otherwise(text)
+    is_infinite = text.isin("Infinity", "-Infinity") & _is_double(document, path)
+    in_range = F.when(is_infinite, "a number beyond 1.8e308")
+    return in_range.when(_is_inexact(text, document, path, field), "a number beyond a double").otherwise(text)
+
+
+def _is_inexact(text: Column, document: Column, path: str, field: FieldRule) -> Column:
+    """Whether Spark may have read a number of a body as another number: it reads a number with an exponent, or with
+    more than 38 digits, as a double, which has 15 digits for certain."""
+    if field.type not in (FieldType.INTEGER, FieldType.DECIMAL):
+        return F.lit(False)
+    is_long = (F.length(text) > _EXACT) | text.contains("E")
+    return F.coalesce(is_long & _is_double(document, path), F.lit(False))
+
+
+def _is_double(document: Column, path: str) -> Column:
+    return F.schema_of_variant(F.try_variant_get(document, path, "variant")) == "DOUBLE"
 
 
 def row_values(rule: Rule) -> list[Column]:

@@ -45,7 +45,7 @@ from .toml import TomlTable
 
 DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
-_LOCATIONS: Final = ("env", "service", "dsn", "path", "namespace")
+_LOCATIONS: Final = ("env", "dsn", "path", "namespace")
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None, *, is_connected: bool = True) -> Rules:
@@ -200,9 +200,7 @@ class _Reader:
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
-            table.problem(
-                None, "needs exactly one of env, service, dsn, path, namespace", 'write env = "RECONCILE_APP"'
-            )
+            table.problem(None, f"needs exactly one of {', '.join(_LOCATIONS)}", 'write env = "RECONCILE_APP"')
         return DatabaseRule(
             name=name,
             kind=kind,
@@ -229,17 +227,15 @@ class _Reader:
             table.problem(
                 given,
                 f"does not fit kind {kind.value!r}",
-                "write path for parquet, csv, delta, iceberg and archive, namespace for a catalog, and env, service or "
-                "dsn for a database",
+                "write path for parquet, csv, delta, iceberg and archive, namespace for a catalog, and env or dsn for "
+                "a database",
             )
         if given == "dsn" and _PASSWORD.search(value):
             table.problem(
                 given,
                 "contains a password",
-                "keep the password in the environment (env), a libpq service file or ~/.pgpass",
+                "keep the password in the environment (env), a libpq service file (service=…) or ~/.pgpass",
             )
-        if given == "service":
-            return f"service={value}"
         if given == "env":
             if self._is_connected and value not in self._environment:
                 table.problem(given, f"the environment variable {value!r} is not set", f"export {value}=postgresql://…")

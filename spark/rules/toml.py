@@ -30,7 +30,7 @@ class TomlTable:
 
     def problem(self, key: str | None, what: str, remedy: str) -> None:
         """Report an error at a key of this table, or at the table itself if `key` is None."""
-        self._problems.append(f"{self._at(key) or 'file'}: {what}; {remedy}.")
+        self._problems.append(f"{self._at(key) or 'file'}: {what}; {remedy}{'' if remedy.endswith('?') else '.'}")
 
     def _at(self, key: str | None) -> str:
         return ".".join(filter(None, (self._path, key)))

@@ -101,8 +101,8 @@ class _Checksums:
                 if (count, keys, 0) != side.get(bucket, (0, 0, 0)):
                     suspicious.add(bucket)
         skipped = sum(sums[0] for bucket, sums in rows.items() if bucket not in suspicious)
-        known = len(set(rows) | set(messages))
-        note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
+        known = set(rows) | set(messages)
+        note = f"checksum: {len(known - suspicious)} of {len(known)} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
         return ComparedChecksums(note, skipped, limits)
 
@@ -213,7 +213,10 @@ class _Checksums:
         )
         rows_where = sql.where(sql.conditions(mine, None))
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
-        inside = " AND ".join(self._inside("r.row_time"))
+        inside = f"({' AND '.join(self._inside('r.row_time'))})"
+        if self._window.since is not None:
+            # The row of an effect that came long after it is in no bucket of the window, so the bucket will differ.
+            inside += f" OR (r.row_time < {sql.moment(self._window.since)} AND ({late}))"
         joined = sql.step(
             ["r.row_time AS at", f"{values.hashed(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
             f"(SELECT {sql.expression(group.key or '')} AS effect_key, "
@@ -221,7 +224,7 @@ class _Checksums:
             f"FROM {self._ours.table_of(theirs)}{effects_where}) e "
             f"LEFT JOIN (SELECT {sql.expression(rule.key)} AS row_key, "
             f"{sql.expression(rule.time)}::timestamptz AS row_time FROM {self._ours.table_of(mine)}{rows_where}) r "
-            f"ON r.row_key{suffix} = e.effect_key{suffix} WHERE r.row_time IS NULL OR ({inside})",
+            f"ON r.row_key{suffix} = e.effect_key{suffix} WHERE r.row_time IS NULL OR {inside}",
         )
         return self._sums(self._ours, "count(*), bit_xor(key), count(*) FILTER (WHERE is_late)", joined)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from random import Random
@@ -115,6 +115,8 @@ class Kind:
     name: str
     plant: Plant
     is_harmless: bool = False
+    has_checksum: bool = True
+    """Whether SQL can still compute the checksums: each body is JSON with a time, and each effect has a row."""
 
 
 def _all() -> Iterator[Kind]:
@@ -141,17 +143,18 @@ def _orphans() -> Iterator[Kind]:
     def delete_row(case: Case) -> None:
         case.world.app.execute("DELETE FROM orders_order WHERE id = %s", [case.number])
 
-    yield Kind(name="ORPHAN: the row was deleted", plant=_own("ORPHAN", delete_row))
+    yield Kind(name="ORPHAN: the row was deleted", plant=_own("ORPHAN", delete_row), has_checksum=False)
     yield Kind(
         name="ORPHAN: the row does not satisfy `when` any more",
         plant=_own("ORPHAN", lambda case: case.row("paid_at = NULL")),
+        has_checksum=False,
     )
 
     def change_key(case: Case) -> list[Found]:
         case.row("id = %s", _RENAMED + case.number)
         return [(case.key, "", "ORPHAN")]
 
-    yield Kind(name="ORPHAN: the row got another key", plant=change_key)
+    yield Kind(name="ORPHAN: the row got another key", plant=change_key, has_checksum=False)
     keys: dict[str, Callable[[Case], str]] = {
         "a space after it": lambda case: f"{case.key} ",
         "zeros before it": lambda case: f"00{case.key}",
@@ -192,7 +195,7 @@ def _halves() -> Iterator[Kind]:
         case.undecide()
         case.world.app.execute("DELETE FROM orders_order WHERE id = %s", [case.number])
 
-    yield Kind(name="HALF_STUCK: undecided, and no row", plant=_own("HALF_STUCK", without_row))
+    yield Kind(name="HALF_STUCK: undecided, and no row", plant=_own("HALF_STUCK", without_row), has_checksum=False)
     yield Kind(
         name="HALF_STUCK: a second message is undecided",
         plant=_own("HALF_STUCK", lambda case: _send(case, decision=None)),
@@ -261,7 +264,8 @@ def _unreadable() -> Iterator[Kind]:
         "with a control character in a text": lambda good: good[:-1] + ', "x": "\t"}',
     }
     for name, changed in bodies.items():
-        yield Kind(name=f"UNREADABLE: the body is {name}", plant=_own("UNREADABLE", _written(changed)))
+        plant = _own("UNREADABLE", _written(changed))
+        yield Kind(name=f"UNREADABLE: the body is {name}", plant=plant, has_checksum=False)
     values: dict[str, dict[str, object]] = {
         "an amount in words": {"total": "twelve"},
         "an amount in full-width digits": {"total": "\uff11\uff12"},
@@ -273,7 +277,8 @@ def _unreadable() -> Iterator[Kind]:
         "a time in words": {"paid_at": "yesterday"},
     }
     for name, fields in values.items():
-        yield Kind(name=f"UNREADABLE: {name}", plant=_own("UNREADABLE", _edited(fields)))
+        plant = _own("UNREADABLE", _edited(fields))
+        yield Kind(name=f"UNREADABLE: {name}", plant=plant, has_checksum="paid_at" not in fields)
     yield Kind(
         name="UNREADABLE: another content type",
         plant=_own("UNREADABLE", lambda case: case.message("content_type = 'application/octet-stream'")),
@@ -386,13 +391,13 @@ def _of_groups() -> Iterator[Kind]:
         )
         return [(case.key, "logistics", "UNDELIVERED"), (str(_EFFECTS + case.number), "logistics", "ORPHAN")]
 
-    yield Kind(name="UNDELIVERED and ORPHAN: the effect has another key", plant=other_key)
+    yield Kind(name="UNDELIVERED and ORPHAN: the effect has another key", plant=other_key, has_checksum=False)
 
     def stray(case: Case) -> list[Found]:
         case.world.effect("cart", _EFFECTS + case.number, case.paid_at)
         return [(str(_EFFECTS + case.number), "cart", "ORPHAN")]
 
-    yield Kind(name="ORPHAN: an effect without message and row", plant=stray)
+    yield Kind(name="ORPHAN: an effect without message and row", plant=stray, has_checksum=False)
 
     def twice(case: Case) -> list[Found]:
         case.world.effect("cart", case.number, case.paid_at + timedelta(seconds=5))
@@ -409,8 +414,8 @@ def _of_groups() -> Iterator[Kind]:
     yield Kind(name="LATE: an effect came too late", plant=slow)
 
 
-def _send_again(case: Case, body: dict[str, Any]) -> int:
-    return _send(case, body=json.dumps(body).encode())
+def _send_again(case: Case, body: dict[str, Any], **how: Any) -> int:
+    return _send(case, body=json.dumps(body).encode(), **how)
 
 
 def _harmless() -> Iterator[Kind]:
@@ -474,25 +479,109 @@ def _harmless() -> Iterator[Kind]:
         return plant
 
     for name, change in changes.items():
-        yield Kind(name=f"harmless: {name}", plant=harmless(change), is_harmless=True)
+        has_checksum = name != "the body has half a surrogate pair"
+        yield Kind(name=f"harmless: {name}", plant=harmless(change), is_harmless=True, has_checksum=has_checksum)
+
+
+def _more() -> Iterator[Kind]:
+    def exchanged(case: Case) -> list[Found]:
+        """The neighbour of an order is a correct one: here it has the order's message, and the order has its."""
+        other = str(case.number + 1)
+        case.world.broker.execute(
+            "UPDATE commit_log SET key = CASE key WHEN %s THEN %s ELSE %s END WHERE key IN (%s, %s) AND topic_id = %s",
+            [case.key, other, case.key, case.key, other, case.world.topic_id],
+        )
+        return [(case.key, "", "MISMATCH"), (other, "", "MISMATCH")]
+
+    yield Kind(name="MISMATCH: two messages have each other's key", plant=exchanged)
+    for name, step, of_groups in (("backdated", -OVERDUE / 6, "LATE"), ("postdated", OVERDUE / 6, "EARLY")):
+
+        def dated(case: Case, step: timedelta = step, of_groups: str = of_groups) -> list[Found]:
+            case.row("paid_at = paid_at + %s", step)
+            return [(case.key, "", "MISMATCH"), *((case.key, group, of_groups) for group in GROUPS)]
+
+        yield Kind(name=f"MISMATCH and {of_groups}: the row was {name}", plant=dated)
+
+    def digits(theirs: str) -> Callable[[Case], None]:
+        """The row's amount has more digits than a double; the message's is the number `theirs`."""
+
+        def change(case: Case) -> None:
+            case.row("total = 1234567890123456789.01")
+            case.write(json.dumps({**case.body, "total": 0}).replace('"total": 0', f'"total": {theirs}'))
+
+        return change
+
+    changes: dict[str, Callable[[Case], object]] = {
+        "the amount became zero": lambda case: case.edit(total="0.00"),
+        "the amount in cents": lambda case: case.edit(total=int(float(case.body["total"]) * 100)),
+        "the amount by a digit that no double has": digits("123456789012345678902e-2"),
+        "the amount is infinite": lambda case: case.edit(total="Infinity"),
+        "the amount is not a number": lambda case: case.edit(total="NaN"),
+        "the last of two equal names, in escapes": lambda case: case.edit_text(', "t\\u006ftal": "0.01"}'),
+    }
+    for name, change in changes.items():
+        yield Kind(name=f"MISMATCH: {name}", plant=_own("MISMATCH", change))
+    plant = _own("UNREADABLE", _edited({"total": "12.50 EUR"}))
+    yield Kind(name="UNREADABLE: an amount with its currency", plant=plant)
+    yield Kind(
+        name="DUPLICATE: sent again hours later",
+        plant=_own("DUPLICATE", lambda case: _send_again(case, case.body, stored_at=case.paid_at + OVERDUE)),
+    )
+
+    def again(case: Case) -> list[Found]:
+        case.world.effect("cart", case.number, case.paid_at + OVERDUE)
+        return [(case.key, "cart", "DUPLICATE")]
+
+    yield Kind(name="DUPLICATE: an effect happened again hours later", plant=again)
+
+    def recall(case: Case) -> list[Found]:
+        case.without_effect("logistics")
+        case.world.broker.execute("INSERT INTO recalled (log_id) VALUES (%s)", [case.log_id])
+        return [(case.key, group, "DUPLICATE") for group in GROUPS if group != "logistics"]
+
+    yield Kind(name="DUPLICATE: groups acted on a recalled message", plant=recall)
+
+    def older(case: Case) -> list[Found]:
+        log_id = case.log_id
+        case.message("born_at = born_at - %s, stored_at = stored_at - %s", OVERDUE / 6, OVERDUE / 6)
+        case.world.broker.execute(
+            "UPDATE op_log SET decided_at = decided_at - %s WHERE %s = ANY(log_ids)", [OVERDUE / 6, log_id]
+        )
+        return []
+
+    yield Kind(name="harmless: the message is older than its row", plant=older, is_harmless=True)
+
+    def same_digits(case: Case) -> list[Found]:
+        digits("123456789012345678901e-2")(case)
+        return []
+
+    name = "harmless: the amount has an exponent and more digits than a double"
+    yield Kind(name=name, plant=same_digits, is_harmless=True)
 
 
 KINDS: Final = tuple(_all())
+"""The kinds of the table in the documents."""
+MORE: Final = tuple(_more())
+"""What an application does wrong rather than a careless test: exchanged keys, moved times, amounts of another scale."""
 
 
-def clean(world: World) -> None:
+def clean(world: World, kinds: Sequence[Kind] = KINDS) -> None:
     """Correct orders over SPAN: one for each kind, and a neighbour of each that stays correct."""
     other_topic(world)
-    count = 2 * len(KINDS)
+    world.app.execute("ALTER TABLE orders_order ALTER total TYPE numeric(30, 2)")
+    count = 2 * len(kinds)
     world.add_many(count, every=SPAN / count)
 
 
-def plant(world: World, seed: int) -> dict[str, list[Found]]:
-    """Plant every kind in the orders of `clean`, in an order that the seed decides; the findings of each kind."""
+def plant(
+    world: World, seed: int, kinds: Sequence[Kind] = KINDS, chosen: Callable[[Kind], bool] = lambda _: True
+) -> dict[str, list[Found]]:
+    """Plant the chosen kinds in the orders of `clean`, in an order that the seed decides; the findings of each kind."""
     random = Random(seed)
-    places = list(range(len(KINDS)))
+    places = list(range(len(kinds)))
     random.shuffle(places)
     return {
         kind.name: kind.plant(Case(world=world, number=2 * place + 1, random=random))
-        for kind, place in zip(KINDS, places, strict=True)
+        for kind, place in zip(kinds, places, strict=True)
+        if chosen(kind)
     }

@@ -49,11 +49,13 @@ class Cell:
     is_export: bool
     archive: Path | None = None
     """The folder of the archive that a run from PostgreSQL reads beside the log."""
+    extra: str = ""
+    """A line for the rule."""
     said: io.StringIO = field(default_factory=io.StringIO)
 
     def path(self, *, planted: bool, watermark: datetime | None) -> Path:
         """The rules file for a state of the world, complete up to `watermark`."""
-        text = RULES.format(extra="", groups=group_rules(GROUPS))
+        text = RULES.format(extra=self.extra, groups=group_rules(GROUPS))
         complete = watermark or (COMPLETE if self.is_export else None)
         given = "" if complete is None else f'\nwatermark = "{complete.isoformat()}"'
         for name in ("APP", "BROKER"):

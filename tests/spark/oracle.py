@@ -224,8 +224,11 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
         )
     at = min(row.at for row in history.rows)
     sent = len(live(committed))
-    if at >= UNTIL or not sent or not (in_window(at) or is_touched(history)):
+    if at >= UNTIL or not committed or not (in_window(at) or is_touched(history)):
         return set()
+    if not sent:
+        # All messages were recalled before they were due.
+        return {"DUPLICATE"} if effects else set()
     due = max([at, *(m.deliver_at for m in committed if m.deliver_at is not None)])
     flags = {"OK"} if in_window(at) else set()
     if history.dead[number]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
+from spark import session
+from spark.judging import classify
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType
 from spark.sources import values
@@ -15,10 +20,18 @@ from spark.sources.databases import Sources
 from spark.stages import checksums, sides
 from tests.spark.conftest import Reconciler
 from tests.spark.frames import whole
-from tests.spark.world import START, Order, World
+from tests.spark.test_second_looks import move_boundary
+from tests.spark.world import START, Order, World, write_rules
 
 pytestmark = pytest.mark.timeout(300)
 HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def urls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that the rules name."""
+    for name, value in world.environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def now() -> datetime:
@@ -207,3 +220,42 @@ def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
     third = reconcile.run(since=START, until=START + 2 * HOUR)
     assert set(reconcile.findings(third)) == {*expected, ("700", "", "ORPHAN"), ("3", "", "UNREADABLE")}
     assert "the database could not compute it" in third["rules"][0]["notes"][0]
+
+
+def test_a_second_effect_of_an_old_row_makes_its_bucket_differ(world: World, tmp_path: Path, urls: None) -> None:
+    """Its row is in no bucket of the window, so no count of the window shows it."""
+    rules = rules_file.load(write_rules(tmp_path, groups=("logistics",), extra='bucket = "1h"'))
+    world.add_many(5)
+    world.add(Order(number=9, at=START + 26 * HOUR))
+    window = classify.Window(START + 24 * HOUR, START + 48 * HOUR, START + 48 * HOUR)
+    prepared = replace(whole(rules.rules[0]), window=window)
+    note = "checksum: 1 of 1 buckets are equal, 1 rows were not read"
+    for is_planted in (False, True):
+        if is_planted:
+            world.effect("logistics", 3, START + 26 * HOUR)
+        sources = Sources(unused_session(), rules)
+        sources.open_all()
+        outcome = checksums.compare(prepared, rules, sources)
+        sources.close_all()
+        assert (outcome.note, outcome.limits.is_nothing) == (note, not is_planted)
+
+
+def unused_session() -> SparkSession:
+    """A session that fails when it is used."""
+
+    def fail() -> SparkSession:
+        raise AssertionError("checksums need no Spark")
+
+    return session.deferred(fail)
+
+
+@pytest.mark.soak
+def test_a_second_effect_of_an_old_row_is_found(reconcile: Reconciler, world: World) -> None:
+    """No look back reads its row again."""
+    reconcile.rules(groups=("logistics",), extra='look_back = "0s"\nbucket = "1h"')
+    world.add_many(5)
+    assert reconcile.findings(reconcile.run()) == []
+    move_boundary(reconcile, START + 24 * HOUR)
+    world.add(Order(number=9, at=START + 26 * HOUR))
+    world.effect("logistics", 3, START + 26 * HOUR)
+    assert reconcile.findings(reconcile.run()) == [("3", "logistics", "DUPLICATE")]

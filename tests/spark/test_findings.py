@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -76,3 +78,17 @@ def test_the_findings_of_one_cause(tmp_path: Path, capsys: pytest.CaptureFixture
     assert list(keys.values()) == [["1"], ["2"], ["2", "3"], ["4"]], keys
     assert cli.main(["findings", "--output", str(tmp_path), "--cause", "0badcafe"]) == 2
     assert "has no cause '0badcafe': a later run may have replaced" in capsys.readouterr().err
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
+    """As `outbox-reconcile findings | head -1` does."""
+    store = Store(str(tmp_path))
+    store.write_table("found/part-0.parquet", pa.table({"key": [str(number) for number in range(50_000)]}))
+    store.write("result.json", json.dumps({"version": 1, "run": "one", "findings": "found"}))
+    command = [sys.executable, "-m", "spark", "findings", "--output", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert json.loads(process.stdout.readline())["key"] == "0"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141, "as of a program that SIGPIPE ends"

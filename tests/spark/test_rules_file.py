@@ -91,7 +91,7 @@ def test_a_changed_rule_has_another_digest() -> None:
 
 # Old text, new text, and the problem.
 MISTAKES: list[tuple[str, str, str]] = [
-    ('topic = "order.paid"', 'topik = "order.paid"', "rule['order-paid'].topik: unknown key; did you mean 'topic'?."),
+    ('topic = "order.paid"', 'topik = "order.paid"', "rule['order-paid'].topik: unknown key; did you mean 'topic'?"),
     ('topic = "order.paid"', "", '.topic: missing; add topic = "…".'),
     ('grace = "30s"', "grace = 30", 'not a duration: 30; write a number and a unit (ms, s, m, h, d), as in "5m".'),
     ('type = "decimal"', 'type = "money"', "unknown value 'money'; use one of: text, integer, decimal"),
@@ -114,7 +114,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'"),
     ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec"),
     ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'"),
-    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path, namespace"),
+    ('env = "RECONCILE_APP"', "", "needs exactly one of env, dsn, path, namespace"),
     (
         'key = "order_id"',
         'key = "order_id"\nmessage_id = "m"',
