@@ -9,7 +9,7 @@ from outbox.contrib.django.databases import database_from_url
 
 DATABASES = {
     "default": database_from_url(os.environ["APPLICATION_URL"], CONN_MAX_AGE=60, CONN_HEALTH_CHECKS=True),
-    "broker": database_from_url(os.environ["BROKER_URL"], CONN_HEALTH_CHECKS=True),
+    "broker": database_from_url(os.environ["OUTBOX_BROKER_URL"], CONN_HEALTH_CHECKS=True),
 }
 DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 

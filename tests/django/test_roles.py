@@ -449,13 +449,19 @@ def test_an_upgrade_uses_the_login_of_the_alias_also_if_listen_url_has_that_of_a
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
-def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(logins: dict[Role, str]) -> None:
+def test_a_login_without_the_right_is_told_so_and_not_that_the_database_is_away(
+    logins: dict[Role, str], caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
     _connect_as(logins[Role.PUBLISH])
     with pytest.raises(CommandError, match="lacks a right"):
         call_command("outbox_status", "--probe")
     for view in ("health", "status", *(["metrics"] if has("prometheus") else [])):
         answer = _CLIENT[0].get(f"/outbox/{view}/")
         assert answer.status_code == 503 and "lacks a right" in answer.content.decode()
+    # A load balancer takes the site out of service, and has no account to read why.
+    caplog.clear()
+    assert Client().get("/outbox/health/").json() == {"healthy": False}
+    assert "health/ answers 503" in caplog.text and "lacks a right" in caplog.text
     if has("console"):
         assert "The login of this process lacks a right" in _CLIENT[0].get("/outbox/").content.decode()
     _connect_as(logins[Role.WATCH])
@@ -547,18 +553,20 @@ def logins_of_the_page(databases: None, outbox_settings: Callable[..., None]) ->
 @pytest.mark.whole
 def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None) -> None:
     owner, reader = connections["default"].settings_dict["USER"], make_user(*ALL)
-    # The project of the tests keeps sessions in cookies.
-    _as_owner("CREATE TABLE django_session (session_key text)", "default")
     commands = [line for block in _blocks(PAGE, "sh") for line in block.splitlines() if line.startswith("manage.py")]
     [dry, real, *doctors] = commands
     printed = _run(dry)
     assert _as_owner("SELECT to_regrole('outbox_publish') IS NULL") == [(True,)]
-    shown, rights_of_the_shop, rights_of_the_page = _blocks(PAGE, "sql")
+    shown, rights_of_the_shop, rights_of_the_page, rights_on_sessions = _blocks(PAGE, "sql")
     assert [line for line in shown.splitlines() if line not in printed.splitlines()] == []
     assert _run(real) == printed
-    for statements in (rights_of_the_shop, rights_of_the_page):
-        _as_owner(statements, "default")
-    for role, command in zip((Role.PUBLISH, Role.WORK), doctors, strict=True):
+    for alias in APPLICATION:
+        _as_owner(rights_of_the_shop, alias)
+    _as_owner(rights_of_the_page, "default")
+    # The project of the tests keeps sessions in cookies.
+    _as_owner("CREATE TABLE django_session (session_key text)", "default")
+    _as_owner(rights_on_sessions, "default")
+    for role, command in zip((Role.PUBLISH, Role.WORK, Role.WATCH, Role.OWN), doctors, strict=True):
         _connect_as(OF_THE_PAGE[role])
         text = _run(command)
         assert "missing" not in text and "rights beyond publish" not in text, text

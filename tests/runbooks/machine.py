@@ -106,7 +106,7 @@ class Machine:
             "PYTHONUNBUFFERED": "1",
         }
         self.write_environment(
-            ADMIN_URL=self.url("postgres"), APPLICATION_URL=self.url("shop"), BROKER_URL=self.url("broker")
+            ADMIN_URL=self.url("postgres"), APPLICATION_URL=self.url("shop"), OUTBOX_BROKER_URL=self.url("broker")
         )
         self.use(self.programs)
         self._write("manage.py", f"#!{sys.executable}\nfrom django.core.management import execute_from_command_line\n"

@@ -31,11 +31,11 @@ def test_a_running_topic_gets_more_and_fewer_queues(new_machine: Callable[..., M
         machine.bash(f"manage.py outbox_topic alter orders --queue-count {count}")
         machine.wait_for_orders(40)
         used = "SELECT count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id, layout) WHERE name = 'orders'"
-        assert machine.ask("BROKER_URL", used) == [(int(count),)]
+        assert machine.ask("OUTBOX_BROKER_URL", used) == [(int(count),)]
     # `migrate` declares what the settings say.
     machine.variables["SHOP_QUEUES"] = "2"
     machine.bash("manage.py migrate --database=broker")
-    assert machine.ask("BROKER_URL", "SELECT queue_count FROM outbox.topic WHERE name = 'orders'") == [(2,)]
+    assert machine.ask("OUTBOX_BROKER_URL", "SELECT queue_count FROM outbox.topic WHERE name = 'orders'") == [(2,)]
     assert_all_is_handled(machine)
 
 
@@ -50,7 +50,7 @@ def test_a_rolling_deployment_of_another_mode_ends(new_machine: Callable[..., Ma
     machine.bash("systemctl stop shop-worker")
     machine.wait_for_orders()
     modes = "SELECT DISTINCT mode FROM outbox.subscription"
-    eventually(lambda: machine.ask("BROKER_URL", modes) == [("key_ordered",)], within_seconds=60)
+    eventually(lambda: machine.ask("OUTBOX_BROKER_URL", modes) == [("key_ordered",)], within_seconds=60)
     assert_all_is_handled(machine)
 
 
@@ -64,7 +64,7 @@ def test_a_group_is_renamed_while_messages_are_published(new_machine: Callable[.
     machine.bash("systemctl start shop-worker")
     machine.wait_for_orders()
     assert_all_is_handled(machine)
-    assert machine.ask("BROKER_URL", "SELECT name FROM outbox.consumer_group") == [("letters",)]
+    assert machine.ask("OUTBOX_BROKER_URL", "SELECT name FROM outbox.consumer_group") == [("letters",)]
 
 
 def test_a_topic_gets_another_name_while_messages_are_published(new_machine: Callable[..., Machine]) -> None:
@@ -83,7 +83,7 @@ def test_a_topic_gets_another_name_while_messages_are_published(new_machine: Cal
     machine.bash("systemctl stop shop-web@new")
     assert_all_is_handled(machine)
     topics = "SELECT t.name FROM outbox.commit_log JOIN outbox.topic t USING (topic_id) GROUP BY 1 ORDER BY 1"
-    assert machine.ask("BROKER_URL", topics) == [("orders",), ("orders.v2",)]
+    assert machine.ask("OUTBOX_BROKER_URL", topics) == [("orders",), ("orders.v2",)]
     machine.bash("systemctl stop shop-worker@new")
     machine.variables["SHOP_TOPICS"] = "orders.v2"
     machine.bash("systemctl start shop-worker")
@@ -95,22 +95,24 @@ def test_a_topic_gets_another_name_while_messages_are_published(new_machine: Cal
 def test_a_project_moves_to_another_broker_without_a_pause(new_machine: Callable[..., Machine]) -> None:
     machine = new_machine()
     start(machine)
-    old = machine.environment()["BROKER_URL"]
+    old = machine.environment()["OUTBOX_BROKER_URL"]
     machine.bash('psql "$ADMIN_URL" -q -c "CREATE DATABASE broker2"')
     machine.write_environment(
-        ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), BROKER_URL=machine.url("broker2")
+        ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), OUTBOX_BROKER_URL=machine.url("broker2")
     )
     machine.bash("manage.py outbox_install")
     machine.bash("systemctl start shop-worker@new shop-web@new")
     machine.wait_for_orders(40)
     machine.bash("systemctl stop shop-web")
     machine.bash("systemctl stop shop-worker")
-    machine.bash(f"BROKER_URL='{old}' manage.py outbox_worker --until-drained")
+    machine.bash(f"OUTBOX_BROKER_URL='{old}' manage.py outbox_worker --until-drained")
     machine.wait_for_orders()
     machine.bash("systemctl stop shop-web@new")
     orders = machine.assert_each_order_has_one_effect()
     assert orders == sorted(machine.placed())
     kept = messages(machine)
-    machine.write_environment(ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), BROKER_URL=old)
+    machine.write_environment(
+        ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), OUTBOX_BROKER_URL=old
+    )
     before = messages(machine)
     assert kept and before and kept + before == Counter(orders)

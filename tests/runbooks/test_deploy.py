@@ -19,8 +19,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+from celery.bin.celery import celery as celery_command
 
 from outbox.contrib.django.settings.conf import OutboxSettings
 from tests.django import configured
@@ -208,6 +210,22 @@ def test_the_keys_of_subjects_come_from_the_environment(monkeypatch: pytest.Monk
     assert (settings["KEY_DATABASE"], settings["KEY_ENCRYPTION_KEYS"]) == ("keys", keys)
 
 
+def test_no_variable_is_an_option_of_celery() -> None:
+    # Celery's command takes the address of its broker from BROKER_URL, before the project's settings.
+    options = variables_of(celery_command)
+    files = [one for one in DEPLOY.rglob("*") if one.is_file() and one.suffix != ".pyc"]
+    texts = [file.read_text() for file in (*files, PAGE, DOCS / "operations" / "restore.md")]
+    named = {name for text in texts for name in re.findall(r"\b[A-Z_]+\b", text)}
+    assert "BROKER_URL" in options and "APPLICATION_URL" in named
+    assert options & named == set()
+
+
+def variables_of(command: click.Command) -> set[str]:
+    """The environment variables that set an option of a command or of one of its commands."""
+    found = {str(option.envvar) for option in command.params if option.envvar}
+    return found.union(*(variables_of(one) for one in getattr(command, "commands", {}).values()))
+
+
 def worker_container() -> tuple[dict[str, Any], dict[str, Any]]:
     [found] = [(one, container) for one, container in containers() if "outbox_worker" in container["command"]]
     return found
@@ -215,7 +233,7 @@ def worker_container() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, Any]:
     """OUTBOX of deploy/settings.py with these environment variables."""
-    for name in ("APPLICATION_URL", "BROKER_URL"):
+    for name in ("APPLICATION_URL", "OUTBOX_BROKER_URL"):
         monkeypatch.setenv(name, "postgresql://shop@db/shop")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -39,11 +39,11 @@ def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: M
     machine.write_environment(
         **{
             name: re.sub("//postgres@", "//shop@", machine.environment()[name])
-            for name in ("APPLICATION_URL", "BROKER_URL", "ADMIN_URL")
+            for name in ("APPLICATION_URL", "OUTBOX_BROKER_URL", "ADMIN_URL")
         }
     )
     assert machine.ask(
-        "BROKER_URL", "SELECT current_user::text, usesuper FROM pg_user WHERE usename = current_user"
+        "OUTBOX_BROKER_URL", "SELECT current_user::text, usesuper FROM pg_user WHERE usename = current_user"
     ) == [("shop", False)]
     machine.bash("manage.py migrate --run-syncdb")
     machine.bash(install)
@@ -54,7 +54,7 @@ def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: M
     machine.bash(examine, codes=(0, 1))
     # The parameters of the page about sizing are set by the owner of the tables.
     of_broker, of_application = [code for code in blocks(DOCS / "operations" / "sizing.md", "sql") if "ALTER" in code]
-    machine.bash(f'psql "$BROKER_URL" --set=ON_ERROR_STOP=1 <<"END"\n{of_broker}END')
+    machine.bash(f'psql "$OUTBOX_BROKER_URL" --set=ON_ERROR_STOP=1 <<"END"\n{of_broker}END')
     machine.bash(f'psql "$APPLICATION_URL" --set=ON_ERROR_STOP=1 <<"END"\n{of_application}END')
     machine.bash("manage.py outbox_audit")
     machine.bash("manage.py outbox_audit compare")

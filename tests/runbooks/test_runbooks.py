@@ -74,7 +74,7 @@ def compare(machine: Machine) -> dict[str, int]:
 
 def messages(machine: Machine) -> Counter[str]:
     """The keys of the broker's messages."""
-    return Counter(key for (key,) in machine.ask("BROKER_URL", "SELECT key FROM outbox.commit_log"))
+    return Counter(key for (key,) in machine.ask("OUTBOX_BROKER_URL", "SELECT key FROM outbox.commit_log"))
 
 
 def wait_for_effects(machine: Machine, expected: Counter[str]) -> None:
@@ -152,9 +152,9 @@ def test_the_brokers_schema_alone_is_restored(new_machine: Callable[..., Machine
     start(machine)
     machine.run("Restore the broker's schema alone", 0)
     machine.wait_for_orders()
-    machine.bash('psql "$BROKER_URL" --quiet --command="CREATE TABLE of_another_program (number int)"')
+    machine.bash('psql "$OUTBOX_BROKER_URL" --quiet --command="CREATE TABLE of_another_program (number int)"')
     machine.run("Restore the broker's schema alone", 1)
-    assert machine.ask("BROKER_URL", "SELECT to_regclass('of_another_program') IS NOT NULL") == [(True,)]
+    assert machine.ask("OUTBOX_BROKER_URL", "SELECT to_regclass('of_another_program') IS NOT NULL") == [(True,)]
     check_a_restored_broker(machine)
 
 
@@ -225,7 +225,7 @@ def test_a_synchronous_standby_takes_over_under_load(new_machine: Callable[..., 
     machine.write_environment(
         ADMIN_URL=machine.url("postgres"),
         APPLICATION_URL=machine.url("shop", machine.data, standby),
-        BROKER_URL=machine.url("broker", machine.data, standby),
+        OUTBOX_BROKER_URL=machine.url("broker", machine.data, standby),
     )
     start(machine)
     machine.run("Fail over to a standby", 0)
@@ -246,7 +246,7 @@ def test_the_brokers_tables_are_moved(new_machine: Callable[..., Machine]) -> No
     start(machine)
     before = machine.environment()
     machine.run("Move the broker's tables to another database")
-    assert machine.environment()["BROKER_URL"] == machine.url("broker2")
+    assert machine.environment()["OUTBOX_BROKER_URL"] == machine.url("broker2")
     # A process that still has the old address fails, and writes nothing.
     late = subprocess.run(
         ["bash", "-c", "manage.py outbox_status --probe"], env=before, capture_output=True, text=True, check=False
@@ -290,13 +290,15 @@ def test_a_copy_for_staging_does_not_act_for_production(new_machine: Callable[..
     waiting = Counter(machine.orders()) - machine.effects()
     assert waiting
     machine.run("Dump and load", 0)
-    production = {name: machine.environment()[name] for name in ("APPLICATION_URL", "BROKER_URL")}
+    production = {name: machine.environment()[name] for name in ("APPLICATION_URL", "OUTBOX_BROKER_URL")}
     machine.bash('psql "$ADMIN_URL" -q -c "CREATE DATABASE shop2" -c "CREATE DATABASE broker2"')
     machine.write_environment(
-        ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop2"), BROKER_URL=machine.url("broker2")
+        ADMIN_URL=machine.url("postgres"),
+        APPLICATION_URL=machine.url("shop2"),
+        OUTBOX_BROKER_URL=machine.url("broker2"),
     )
     machine.bash(
-        'pg_restore --dbname="$BROKER_URL" "$BACKUPS/broker.dump"\n'
+        'pg_restore --dbname="$OUTBOX_BROKER_URL" "$BACKUPS/broker.dump"\n'
         'pg_restore --dbname="$APPLICATION_URL" "$BACKUPS/application.dump"'
     )
     machine.run("A copy for staging")
@@ -324,7 +326,7 @@ def test_a_copy_for_staging_does_not_act_for_production(new_machine: Callable[..
     machine.write_environment(ADMIN_URL=machine.url("postgres"), **production)
     assert machine.ask("APPLICATION_URL", identity) != copy
     assert Counter(machine.orders()) - machine.effects() == waiting
-    assert machine.ask("BROKER_URL", "SELECT count(*) FROM outbox.consumer") == [(0,)]
+    assert machine.ask("OUTBOX_BROKER_URL", "SELECT count(*) FROM outbox.consumer") == [(0,)]
     machine.bash("systemctl start shop-worker")
     assert machine.assert_each_order_has_one_effect() == sorted(before)
 
@@ -347,7 +349,9 @@ def test_a_full_disk_loses_nothing(new_machine: Callable[..., Machine]) -> None:
         reserve = {"DATA": str(machine.data), "RESERVE": str(volume / "reserve"), "RESERVE_BYTES": "32M"}
         machine.variables |= reserve
         machine.write_environment(
-            ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), BROKER_URL=machine.url("broker")
+            ADMIN_URL=machine.url("postgres"),
+            APPLICATION_URL=machine.url("shop"),
+            OUTBOX_BROKER_URL=machine.url("broker"),
         )
         machine.bash('pg_ctl start -w -D "$DATA" -l "$DATA/log"')
         machine.run("A full disk", 0)

@@ -209,7 +209,10 @@ def _sees_sessions(run: Executor) -> Condition:
 
 def _declared(run: Executor) -> Iterator[Condition]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
-    remedy = "No group reads these topics: a subscriber is missing or misspells the topic, or the topic can be deleted."
+    remedy = (
+        "No group reads these topics. If no worker has run yet, start one. Otherwise a subscriber is missing or "
+        "misspells the topic, or the topic can be deleted."
+    )
     yield of_check("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
     if lacking := key_index.missing(run):
         remedy = "Run `manage.py outbox_install` as the owner of the tables. Until then, a search by key reads the log."

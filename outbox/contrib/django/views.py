@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -18,6 +19,8 @@ from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.operations.watching import is_authorized, look, probe
 from outbox.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 # The permission that a user needs to see the state of the broker.
 SEE: Final = "outbox.view_operations"
@@ -83,6 +86,8 @@ def health(request: HttpRequest) -> HttpResponse:
         with deadline.within(SECONDS):
             problems = list(probe().problems)
     except ConfigurationError as error:
+        # A load balancer takes the site out of service, and the answer does not tell it why.
+        logger.error("health/ answers 503, so a load balancer sends no requests: %s", error)
         problems = [str(error)]
     body: dict[str, object] = {"healthy": not problems}
     if may_see(request):
