@@ -67,7 +67,7 @@ removal: $(STAMP) ## The core without its parts (PART=saga: without this one; TU
 gate: WORKERS := 5
 # CI names the suites that rest on what has changed, for example AND='rocketmq or spark'.
 gate: $(STAMP) ## Of the slow tests, those that every change has to pass: planted faults and kill points
-	$(BIN)/python -m pytest -m '($(SLOW)) and gate and (not (rocketmq or kafka or spark)$(if $(AND), or $(AND)))' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
+	$(BIN)/python -m pytest -m '($(SLOW)) and gate and (not (rocketmq or kafka or spark or proof)$(if $(AND), or $(AND)))' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
 
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
