@@ -50,7 +50,10 @@ def is_slow(file: str, name: str) -> bool:
 
 
 def left_out(file: str, name: str) -> bool:
-    """Whether `.ci/run` never runs this test. Those of RocketMQ, Kafka, Spark and the models wait for a change (.ci/changed)."""
+    """Whether `.ci/run` never runs this test.
+
+    Those of RocketMQ, Kafka, Spark and the models wait for a change (.ci/changed).
+    """
     listed = {one.partition("[")[0] for one in gate()}
     return "soak" in marks(TESTS / file)[name] or (is_slow(file, name) and f"tests/{file}::{name}" not in listed)
 
