@@ -58,16 +58,17 @@ test: $(STAMP) ## Every guarantee, on real servers and processes (PART=saga: the
 	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4 $$tests
 
 # Without each part (CI: without two of them, others after each commit): imports, checks, the quick start, types. Without
-# any part: the core's suite. It uses no part, so this says as much as a copy for each part would.
-removal: $(STAMP) ## The core without its parts (PART=saga: without this one; TURN=1: the parts of this commit's turn)
+# any part: the core's suite (CI: one half of it after each commit). It uses no part, so this says as much as a copy for
+# each part would.
+removal: $(STAMP) ## The core without its parts (PART=saga: without this one; TURN=1: what is the turn of this commit)
 	$(if $(PART),,$(BIN)/python -m tests.house.removal $(if $(TURN),--turn,--all))
-	$(BIN)/python -m tests.house.removal $(if $(PART),'$(PART)',--together) --suite --workers $(WORKERS)
+	$(BIN)/python -m tests.house.removal $(if $(PART),'$(PART)',--together) $(if $(TURN),--half,--suite) --workers $(WORKERS)
 
 # Its tests compute a third of their time. They wait for a process that starts, a lease that ends, a server that is back.
 gate: WORKERS := 5
 # CI names the suites that rest on what has changed, for example AND='rocketmq or spark'.
 gate: $(STAMP) ## Of the slow tests, those that every change has to pass: planted faults and kill points
-	$(BIN)/python -m pytest -m '($(SLOW)) and gate and (not (rocketmq or kafka or spark)$(if $(AND), or $(AND)))' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
+	$(BIN)/python -m pytest -m '($(SLOW)) and gate and (not (rocketmq or kafka or spark or proof)$(if $(AND), or $(AND)))' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
 
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')

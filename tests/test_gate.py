@@ -50,7 +50,10 @@ def is_slow(file: str, name: str) -> bool:
 
 
 def left_out(file: str, name: str) -> bool:
-    """Whether `.ci/run` never runs this test. Those of RocketMQ, Kafka and Spark wait for a change (.ci/changed)."""
+    """Whether `.ci/run` never runs this test.
+
+    Those of RocketMQ, Kafka, Spark and the models wait for a change (.ci/changed).
+    """
     listed = {one.partition("[")[0] for one in gate()}
     return "soak" in marks(TESTS / file)[name] or (is_slow(file, name) and f"tests/{file}::{name}" not in listed)
 
@@ -151,6 +154,7 @@ def changed(folder: Path, *arguments: str) -> str:
         ("outbox/broker/schema/current.sql", f"CREATE TABLE topic (n int);\n-- A view.\n{VIEW}", ""),
         ("outbox/broker/schema/current.sql", VIEW.replace("1", "2"), "spark"),
         ("outbox/broker/groups/leases.py", "A = 1\n", ""),
+        ("tests/proof/lease.pml", "bool done;\n", "proof"),
         ("pyproject.toml", '[project.optional-dependencies]\nkafka = ["a"]\nspark = ["c"]\n', "spark"),
     ],
 )
@@ -161,7 +165,7 @@ def test_a_suite_runs_if_what_it_rests_on_has_changed(checkout: Path, file: str,
 
 
 def test_a_change_is_one_since_the_newest_commit_that_has_passed(checkout: Path) -> None:
-    every = "rocketmq or kafka or spark"
+    every = "rocketmq or kafka or spark or proof"
     assert changed(checkout) == every, "a young repository"
     git(checkout, "update-ref", "refs/remotes/origin/HEAD", "HEAD")
     write(checkout, PORT, "A = 1\n")

@@ -105,9 +105,9 @@ def differences() -> list[str]:
         return count_messages(Executor(connection, schema)).differences()
 
 
-@pytest.mark.parametrize("mode", [Mode.KEY_ORDERED, Mode.ORDERLY])
-def test_later_messages_of_the_key_wait_and_then_follow_in_order(path: str, mode: Mode) -> None:
-    subscribe(mode)
+def test_later_messages_of_the_key_wait_and_then_follow_in_order(path: str) -> None:
+    # The step from the dead letters back to the queue is the broker's own, so each mode runs on one of the paths.
+    subscribe(Mode.KEY_ORDERED if path == "two_phase" else Mode.ORDERLY)
     send("a1", "b1", "a2", "a3", "b2", broken="a1")
     work()
     assert (effects("a"), effects("b")) == ([], ["b1", "b2"])

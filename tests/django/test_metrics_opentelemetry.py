@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -189,9 +189,9 @@ print(reader.get_metrics_data().to_json(indent=None))
 APPS = {"prometheus": "outbox.contrib.prometheus", "opentelemetry": "outbox.contrib.opentelemetry"}
 
 
-def run(code: str, *apps: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *apps: str, arguments: Iterable[str] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**environment(), "TEST_APPS": " ".join(APPS[name] for name in apps)},
         cwd=ROOT,
         check=False,
@@ -249,17 +249,38 @@ def test_off_measures_nothing_and_imports_nothing() -> None:
     assert run(OFF).stdout == "None []\n"
 
 
-RECORDER = "import django; django.setup(); from outbox.utils import measures; print(type(measures.recorder).__name__)"
+# Each in a process of its own, after the imports that take longest. An argument has its apps, and the package that is
+# not installed.
+RECORDERS = """
+import os, sys
+import django, django.db.models, outbox.contrib.django, psycopg
+from outbox.utils import measures
+for line in sys.argv[1:]:
+    if os.fork() == 0:
+        os.environ["TEST_APPS"], _, missing = line.partition("|")
+        if missing:
+            sys.modules[missing] = None
+        try:
+            django.setup()
+            print(type(measures.recorder).__name__, flush=True)
+        except Exception as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_each_app_records_its_own_and_names_the_package_that_it_needs() -> None:
-    for apps, recorder in (
-        (["prometheus"], "PrometheusRecorder"),
-        (["opentelemetry"], "OpenTelemetryRecorder"),
-        (["prometheus", "opentelemetry"], "_Recorders"),
-    ):
-        done = run(RECORDER, *apps)
-        assert done.stdout == f"{recorder}\n", done.stderr
-    for app, package, extra in (("prometheus", "prometheus_client", "metrics"), ("opentelemetry",) * 2 + ("tracing",)):
-        done = run(f"import sys; sys.modules['{package}'] = None; {RECORDER}", app)
-        assert f"install outbox-transactional[{extra}]" in done.stderr
+    prometheus, opentelemetry = APPS["prometheus"], APPS["opentelemetry"]
+    expected = {
+        f"{prometheus}|": "PrometheusRecorder",
+        f"{opentelemetry}|": "OpenTelemetryRecorder",
+        f"{prometheus} {opentelemetry}|": "_Recorders",
+        f"{prometheus}|prometheus_client": "install outbox-transactional[metrics]",
+        f"{opentelemetry}|opentelemetry": "install outbox-transactional[tracing]",
+    }
+    done = run(RECORDERS, arguments=expected)
+    said = done.stdout.splitlines()
+    assert len(said) == len(expected), done.stderr
+    for line, text in zip(said, expected.values(), strict=True):
+        assert text in line and (" " in text or text == line), done.stderr

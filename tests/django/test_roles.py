@@ -253,16 +253,18 @@ def logins(path: str, databases: None, no_subscribers: None) -> Iterator[dict[Ro
 
 def _make(names: dict[Role, str]) -> None:
     """The logins with their rights, a subscribed group, and a user of the page."""
-    for name in names.values():
-        _as_owner(f"CREATE ROLE {name} LOGIN")
+    _as_owner("; ".join(f"CREATE ROLE {name} LOGIN" for name in names.values()))
     everyone = ", ".join(names.values())
-    for (table,) in _as_owner(OF_THE_SHOP, "default"):
-        _as_owner(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {everyone}", "default")
-    _as_owner(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {everyone}", "default")
+    tables = ", ".join(table for (table,) in _as_owner(OF_THE_SHOP, "default"))
+    _as_owner(
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON {tables} TO {everyone};"
+        f" GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {everyone}",
+        "default",
+    )
     # The login that runs `migrate` owns the application's tables.
     for alias in APPLICATION:
-        for (table,) in _as_owner(OF_OUTBOX, alias):
-            _as_owner(f"ALTER TABLE {table} OWNER TO {names[Role.OWN]}", alias)
+        owned = [table for (table,) in _as_owner(OF_OUTBOX, alias)]
+        _as_owner("; ".join(f"ALTER TABLE {table} OWNER TO {names[Role.OWN]}" for table in owned), alias)
     grant(get_settings(), {role: [name] for role, name in names.items()})
 
     @subscriber("orders", group="effects")
@@ -276,13 +278,11 @@ def _make(names: dict[Role, str]) -> None:
 def _forget(names: Sequence[str]) -> None:
     """Drop these logins and the four roles, and leave the tables to the owner of the databases."""
     found = _as_owner("SELECT rolname::text FROM pg_roles")
-    made = [name for (name,) in found if name in names or name in {grants.role_name("outbox", role) for role in Role}]
-    for alias in (*APPLICATION, "broker"):
-        for name in made:
-            _as_owner(f"REASSIGN OWNED BY {name} TO CURRENT_USER", alias)
-            _as_owner(f"DROP OWNED BY {name}", alias)
-    for name in made:
-        _as_owner(f"DROP ROLE {name}")
+    all_names = {*names, *(grants.role_name("outbox", role) for role in Role)}
+    if made := ", ".join(name for (name,) in found if name in all_names):
+        for alias in (*APPLICATION, "broker"):
+            _as_owner(f"REASSIGN OWNED BY {made} TO CURRENT_USER; DROP OWNED BY {made}", alias)
+        _as_owner(f"DROP ROLE {made}")
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ python -m tests.house.removal saga tasks --suite  and the core's suite, in a cop
 python -m tests.house.removal --all               a copy for each part that can be taken out
 python -m tests.house.removal --turn              a copy without two parts, others after each commit
 python -m tests.house.removal --together --suite  a copy without any part: the core alone passes its suite
+python -m tests.house.removal --together --half   as before, with half of the suite, the other one after the next commit
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -63,6 +65,11 @@ class NotRemovable(Exception):
 def in_turn(parts: Sequence[Part], turn: int) -> list[Part]:
     """Two neighbours of the list, other ones with each turn."""
     return [parts[(turn + number) % len(parts)] for number in range(min(2, len(parts)))]
+
+
+def left_to_the_next(files: Iterable[str], turn: int) -> list[str]:
+    """One half of these files, the other one with the next turn."""
+    return [file for file in files if zlib.crc32(file.encode()) % 2 != turn % 2]
 
 
 def users(graph: Mapping[str, Iterable[str]]) -> dict[str, set[str | None]]:
@@ -172,17 +179,20 @@ class Copy:
         # Copies share a cache, so that the second one takes less than the first.
         self.run("-m", "mypy", "--cache-dir", str(ROOT / "var" / "mypy-of-copies"), "outbox", seconds=600)
 
-    def run_suite(self, workers: int) -> None:
-        """The quick tests of the core pass."""
+    def run_suite(self, workers: int, half: int | None) -> None:
+        """The quick tests of the core pass, or those of one half of its files: of that with this turn."""
         folders = [f"tests/{name}" for name in CORE_SUITE if (self.folder / "tests" / name).exists()]
         of_parts = [f"tests/{path}" for part in PARTS for path in part.tests if path.startswith(CORE_SUITE)]
         left = [f"--ignore={path}" for path in of_parts if (self.folder / path).exists()]
+        if half is not None:
+            files = [path.relative_to(self.folder).as_posix() for path in self.folder.glob("tests/**/test_*.py")]
+            left += [f"--ignore={file}" for file in left_to_the_next(files, half)]
         quick = "not soak and not slow and not browser and not whole"
         arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-m", quick, "-n", str(workers), *left, *folders]
         self.run(*arguments, seconds=4 * 3600, quiet=False)
 
 
-def prove(parts: Sequence[Part], *, suite: bool, workers: int) -> None:
+def prove(parts: Sequence[Part], *, suite: bool, half: int | None, workers: int) -> None:
     """Make a copy without these parts, and prove all. Raises NotRemovable."""
     names = ", ".join(part.name for part in with_users(parts))
     title = "without any part" if len(parts) == len(PARTS) else f"without {names}"
@@ -193,7 +203,7 @@ def prove(parts: Sequence[Part], *, suite: bool, workers: int) -> None:
             check()
             print(f"{title}, {time.monotonic() - began:.0f} s: {check.__doc__}", flush=True)
         if suite:
-            copy.run_suite(workers)
+            copy.run_suite(workers, half)
 
 
 def _git(*arguments: str) -> str:
@@ -207,18 +217,21 @@ def main() -> None:
     parser.add_argument("--turn", action="store_true", help="two parts, by the number of commits")
     parser.add_argument("--together", action="store_true", help="all parts, in one copy")
     parser.add_argument("--suite", action="store_true", help="also run the quick tests of the core in the copy")
+    parser.add_argument("--half", action="store_true", help="also run one half of them, by the number of commits")
     parser.add_argument("--workers", type=int, default=4, help="of pytest")
     given = parser.parse_args()
     sets = [[part for part in PARTS if part.name in given.parts]] if given.parts else []
     if given.all:
         sets += [[part] for part in PARTS]
+    turn = int(_git("rev-list", "--count", "HEAD")) if given.turn or given.half else 0
     if given.turn:
-        sets.append(in_turn(PARTS, int(_git("rev-list", "--count", "HEAD"))))
+        sets.append(in_turn(PARTS, turn))
     if given.together:
         sets.append(list(PARTS))
     try:
         for parts in sets:
-            prove(parts, suite=given.suite, workers=given.workers)
+            half = turn if given.half else None
+            prove(parts, suite=given.suite or given.half, half=half, workers=given.workers)
     except NotRemovable as error:
         sys.exit(str(error))
 

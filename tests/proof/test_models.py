@@ -10,6 +10,7 @@ from tests.proof import models
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.proof,
     pytest.mark.skipif(
         not models.is_installed() and "CI" not in os.environ, reason="Spin is not installed: apt-get install spin"
     ),
