@@ -326,28 +326,30 @@ class _Poller:
             return None
         try:
             body = self._body(message, attempt)
-        except NeedsNewerCode:
+        except HandlerNotStarted:
             # This process stops. The message stays unacknowledged, so the server delivers it again.
             return None
-        except (UndecodableBody, HandlerNotStarted) as error:
+        except UndecodableBody as error:
             self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
             return None
         return _Held(wire, self._delivery(message, body, wire))
 
     def _body(self, message: Message, attempt: Attempt) -> Any:
-        """Return the body of a message. Wait while only newer code can read it.
+        """Return the body of a message. Wait while only newer code can read it, or what it needs does not answer.
 
         The message stays in this process, because a new delivery would use up an attempt. Raises UndecodableBody, or
-        NeedsNewerCode if this process stops.
+        HandlerNotStarted if this process stops.
         """
         while True:
             try:
                 return self._decode(message)
-            except NeedsNewerCode as error:
+            except HandlerNotStarted as error:
                 logger.warning(
                     "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(error)
                 )
-                pause = code_wait_seconds(datetime.now(UTC), message.born_at)
+                pause = _AWAY_SECONDS
+                if isinstance(error, NeedsNewerCode):
+                    pause = code_wait_seconds(datetime.now(UTC), message.born_at)
                 if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                     raise
                 attempt.begin()

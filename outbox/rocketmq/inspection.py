@@ -16,14 +16,16 @@ from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
+from outbox.codec import BytesCodec
 from outbox.errors import BrokerError, BrokerUnavailable
-from outbox.message import Message
+from outbox.message import Message, stored_message
 from outbox.ports import LeftoverWork
 from outbox.rocketmq import stranded
 from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, by_queue, end_of_queue, messages_in, read_stored
 from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.stranded import READER, asked_of_group, decided_offsets
-from outbox.rocketmq.wire import asked, from_wire
+from outbox.rocketmq.wire import asked, foreign_id, from_wire
+from outbox.utils.safe_text import error_line
 
 _QUERY: Final = 12
 _TIMER_PROGRESS: Final = 60
@@ -85,12 +87,16 @@ class OpenHalf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Letter:
-    """A dead letter in %DLQ%GROUP. `stored_milliseconds`, since 1970, is the time at which it became a dead letter."""
+    """A dead letter in %DLQ%GROUP. `stored_milliseconds`, since 1970, is the time at which it became a dead letter.
+
+    `problem`: why the message cannot be read; it then has only its id, topic, body and time.
+    """
 
     group: str
     message: Message
     stored_milliseconds: int
     broker: str
+    problem: str = ""
 
     @property
     def dead_at(self) -> datetime:
@@ -193,25 +199,41 @@ def dead_letters(brokers: Sequence[Admin], group: str) -> list[Letter]:
         topic = _dead_letter_topic(broker, group)
         for queue, (first, _) in _ranges(broker, topic).items():
             for stored in read_stored(broker, READER, topic, first, queue):
-                message = _message(broker, stored, group)
+                message, problem = _message(broker, stored, group)
                 found.append(
                     Letter(
                         group=group,
                         message=message,
                         stored_milliseconds=stored.stored_timestamp,
                         broker=_named(broker),
+                        problem=problem,
                     )
                 )
     return sorted(found, key=lambda one: (-one.stored_milliseconds, str(one.message.message_id)))
 
 
-def _message(broker: Admin, stored: Stored, group: str = "") -> Message:
-    message = from_wire(stored)
+def _message(broker: Admin, stored: Stored, group: str = "") -> tuple[Message, str]:
+    """Return the message, and why it cannot be read: another program may have sent it, and it must hide no other."""
+    problem = ""
+    try:
+        message = from_wire(stored)
+    except Exception as error:
+        problem = error_line(error)
+        message = stored_message(
+            topic=stored.topic,
+            body=stored.body,
+            message_id=foreign_id(stored),
+            key="",
+            tag="",
+            headers={},
+            content_type=BytesCodec.content_type,
+            born_at=_moment(stored.born_timestamp),
+        )
     if message.topic.startswith("%RETRY%"):
         # A message that failed before is stored under the name of the retry topic, which ends with the topic's name.
         prefix = _retry_topic(broker, group, "")
-        message = replace(message, topic=message.topic.removeprefix(prefix))
-    return message
+        object.__setattr__(message, "topic", message.topic.removeprefix(prefix))
+    return message, problem
 
 
 # -- half messages --------------------------------------------------------------------------------------
@@ -298,7 +320,7 @@ def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy | None:
         queue=stored.queue,
         offset=stored.offset,
         stored_at=_moment(stored.stored_timestamp),
-        message=_message(broker, stored, group),
+        message=_message(broker, stored, group)[0],
         transaction_id=None if about is None else about.transaction_id,
         ledger_id=None if about is None else about.ledger_id,
     )

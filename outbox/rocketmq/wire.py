@@ -143,7 +143,7 @@ def from_wire(wire: Any) -> Message:
     return Message(
         topic=noted.get("topic", wire.topic),
         body=wire.body,
-        message_id=UUID(noted["id"]) if noted else uuid.uuid5(_FOREIGN, wire.message_id),
+        message_id=UUID(noted["id"]) if noted else foreign_id(wire),
         key=noted.get("key", "") if noted else (wire.message_group or ""),
         tag=wire.tag or "",
         headers=MappingProxyType(headers or {}),
@@ -151,6 +151,11 @@ def from_wire(wire: Any) -> Message:
         deliver_at=datetime.fromtimestamp(due / 1000, UTC) if due else None,
         born_at=_born(noted, wire),
     )
+
+
+def foreign_id(wire: Any) -> UUID:
+    """Return the id of a message that outbox did not send, or whose id cannot be read."""
+    return uuid.uuid5(_FOREIGN, wire.message_id)
 
 
 def _notes(wire: Any) -> Mapping[str, Any]:

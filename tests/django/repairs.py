@@ -85,7 +85,9 @@ class Repair:
         except SystemExit as end:
             code = end.code
         results = [json.loads(line)["result"] for line in out.getvalue().splitlines()]
-        outcomes = [(result["outcome"], result["detail"]) for result in results]
+        outcomes = [
+            (result["outcome"], ": ".join(filter(None, (result["detail"], result["content"])))) for result in results
+        ]
         assert code == int(any(outcome in ("refused", "reported", "left") for outcome, _ in outcomes))
         return outcomes
 

@@ -384,11 +384,11 @@ def test_a_replay_waits_for_the_edit() -> None:
 @pytest.mark.skipif(not has("erasure"), reason="this tree lacks the part erasure")
 @pytest.mark.usefixtures("databases")
 def test_an_erasure_also_erases_the_content_before_an_edit_that_it_meets() -> None:
-    from outbox.contrib.erasure.broker_rows import erase, find_key
+    from outbox.contrib.erasure.broker_rows import erase, find_keys
 
     subscribe()
     [one] = bury({"amont": "Anna"})
-    wait_for_the_edit(lambda run: erase(run, "orders", find_key(run, "orders", "k")))
+    wait_for_the_edit(lambda run: erase(run, "orders", find_keys(run, "orders", ["k"])))
     assert body_of(one) == b""
     assert sql("SELECT body, content_type FROM outbox.edited_letter") == [(b"", "application/vnd.outbox.erased")]
     with pytest.raises(CommandError, match="erased"):

@@ -9,6 +9,7 @@ import resource
 import shlex
 import unittest
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from inspect import getsource
 from io import StringIO
@@ -32,6 +33,7 @@ from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscr
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import InboxEntry, OperatorAction, RaisedCondition, StepEntry
+from outbox.contrib.django.operations.personal_data import Scope
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import Subject, envelope
 from outbox.contrib.encryption.keys import create_key_table, subject_keys
@@ -44,6 +46,7 @@ from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.contrib.rocketmq.models import DeadLetterNote, RelayEntry
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.results import erase_calls
 from outbox.contrib.unique import Unique
 from outbox.contrib.unique.models import UniqueKey
 from outbox.erased import ERASED
@@ -250,9 +253,46 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
         assert (entry.outcome, entry.why, entry.before["messages"]) == ("done", "request 17", 2)
 
         proof = erase(TOPIC, "--key", MARK, "--with-key", "--dry-run")
-        assert (proof["before"]["rows"], proof["before"]["messages"]) == ({}, 0), "there is nothing left to erase"
+        assert (proof["before"]["rows"], proof["before"]["messages"]) == ({}, 2), "there is nothing left to erase"
         again = erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 17")
         assert again["after"]["rows"] == {}, "a second time there is nothing to erase"
+
+
+def test_the_second_run_finds_the_messages_whose_key_the_first_one_replaced(
+    outbox_settings: Callable[..., None],
+) -> None:
+    """A handler that had the body in memory stores its error after the first run."""
+    outbox_settings(ERASURE_SECRET="of the tests")
+    command = (TOPIC, "--key", MARK, "--with-key")
+    with new_world(outbox_settings):
+
+        @subscriber(TOPIC, group="mail", start="earliest")
+        def mail(delivery: Delivery) -> None:
+            erase(*command, "--reason", "request 17")
+            raise PermanentError(f"{delivery.body['name']} has no street")
+
+        published = publish(TOPIC, {"name": "Anna Marker"}, key=MARK, at_once=True).message_id
+        sequence()
+        consumer_runtime().run_once()
+        left = {"broker:outbox.dead_letter", "broker:outbox.failure"}
+        assert set(tables_with("Anna Marker", "broker", "default")) == left, "the control"
+
+        assert erase(*command, "--dry-run")["before"]["message_ids"] == [str(published)]
+        erase(*command, "--reason", "request 17")
+        assert tables_with("Anna Marker", "broker", "default") == []
+        assert erase(*command, "--dry-run")["before"]["rows"] == {}
+
+
+def test_the_row_of_a_task_is_erased_by_its_key_when_its_message_is_gone() -> None:
+    """Retention removes messages after thirty days, and no row of a task."""
+    now = timezone.now()
+    values: dict[str, Any] = {"backend": "default", "queue_name": "default", "task_path": "t", "args": [MARK]}
+    times = {"enqueued_at": now, "announced_at": now}
+    mine, other = (TaskEntry.objects.create(**values, **times, kwargs={}, message_id=uuid4()) for _ in range(2))
+    scope = Scope(topic="tasks", message_ids=(), transaction_ids=(), key=str(mine.pk), replacement=None, texts=())
+    assert erase_calls(TaskEntry.objects.all(), replace(scope, key="no id")) == 0
+    assert erase_calls(TaskEntry.objects.all(), scope) == 1
+    assert [one.args for one in TaskEntry.objects.filter(pk__in=[mine.pk, other.pk]).order_by("pk")] == [[], [MARK]]
 
 
 def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:

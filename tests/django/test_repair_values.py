@@ -12,9 +12,11 @@ from uuid import uuid4
 import pytest
 
 from outbox.contrib.django import message
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.message import Message
-from tests.django.repairs import AT, Repair, finding, lost
+from tests.django.large_storage import large_bodies, objects, referred, remove_a_year_later
+from tests.django.repairs import AT, Repair, finding, lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import stored
 from tests.django.test_repair import undecided
@@ -59,6 +61,39 @@ def test_a_row_has_the_types_of_a_model_and_the_dry_run_shows_the_values(
     with broker_connection() as (connection, schema):
         [(body,)] = connection.execute(f"SELECT body FROM {schema}.message_v1").fetchall()
     assert json.loads(body)["cart"] == {"lines": [1, 2.5], "card": "4111"}
+
+
+def test_the_audit_of_a_repair_has_no_content(tmp_path: Path, outbox_settings: Callable[..., None]) -> None:
+    """No erasure by key or id would find it there."""
+    repair = Repair(tmp_path, publisher="orders=tests.django.test_repair_values.wide")
+    repair.source["table"] = WIDE
+    Order.objects.create(number="7")
+    [(_, shown)] = repair.run(lost("7"), apply=False)
+    assert "4111" in shown, "the operator sees what would be published"
+    assert repair.outcomes(lost("7")) == ["done"]
+    [entry] = repair.recorded()
+    assert "4111" not in f"{entry.subject} {entry.effect} {entry.before} {entry.after}"
+    outbox_settings(REPAIR_PUBLISHERS={"orders": "tests.django.repair_publisher.order"})
+    Order.objects.create(number="8")
+    plan = ACTIONS["repair"].plan({"finding": save_finding(lost("8")).pk})
+    assert '{"number": "8"}' in plan.caution and '{"number"' not in plan.effect
+
+
+def large(row: Mapping[str, Any]) -> Message:
+    """A message whose body is an object of the storage."""
+    return message("orders", {"number": row["number"], "scan": "…" * 1_000}, key=row["number"])
+
+
+def test_a_large_body_stays_as_long_as_the_message_of_the_repair(
+    tmp_path: Path, outbox_settings: Callable[..., None]
+) -> None:
+    repair = Repair(tmp_path, publisher="orders=tests.django.test_repair_values.large")
+    Order.objects.create(number="7")
+    with large_bodies(tmp_path / "large", outbox_settings) as folder:
+        assert repair.outcomes(lost("7")) == ["done"]
+        assert repair.outcomes(lost("7")) == ["settled"]
+        remove_a_year_later()
+        assert len(referred()) == 1 and set(objects(folder)) == referred()
 
 
 def test_a_half_message_with_another_id_than_its_transaction_is_not_settled(tmp_path: Path) -> None:

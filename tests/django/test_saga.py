@@ -9,6 +9,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from django.utils import timezone
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.operations.personal_data import Scope
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import unregister_all
@@ -143,6 +145,27 @@ def test_a_deadline_that_was_not_recalled_finds_that_the_record_has_moved_on(hot
     assert told() == {"invoices": 1, "keys": 1}
 
 
+def test_the_deadline_of_a_deleted_record_is_not_that_of_the_next_record_with_its_key(hotel: SimpleNamespace) -> None:
+    """With a natural primary key, the same booking may be made again."""
+    first = hotel.book(hotel.room, "ada")
+    drain()
+    first_id = first.pk
+    first.delete()
+    time_passes(HALF_AN_HOUR - 60)
+    Room.objects.update(free=True)
+    with transaction.atomic():
+        again = Booking.objects.create(pk=first_id, room=hotel.room, guest="ada")
+        hotel.saga.start(again)
+    drain()
+    assert state_of(again) == (SagaState.WAITING, "ask_for_payment", "")
+    time_passes(120)
+    drain()
+    assert state_of(again) == (SagaState.WAITING, "ask_for_payment", ""), "its own half an hour is not over"
+    time_passes(HALF_AN_HOUR)
+    drain()
+    assert state_of(again)[0] == SagaState.UNDONE
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -174,6 +197,25 @@ def test_a_late_refusal_undoes_all_in_reverse(hotel: SimpleNamespace) -> None:
     assert told() == {"invoices": 1, "refunds": 1}
     assert is_free(hotel.room)
     assert record.charged == 0
+
+
+def test_an_erasure_of_its_messages_erases_the_reason_of_an_undone_saga(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "nobody")
+    drain()
+    assert hotel.paid(record.pk, 80)
+    drain()
+    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "there is no guest")
+    key = f"booking/{record.pk}"
+    scope = Scope(topic="bookings", message_ids=(), transaction_ids=(), key=key, replacement=None, texts=())
+    other = replace(scope, key=f"{key}1")
+    assert saga.erase_reasons(SagaProgress.objects.all(), other) == 0
+    # Retention may have removed the messages from the log, and keeps the saga.
+    assert saga.erase_reasons(SagaProgress.objects.all(), scope) == 1
+    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "(erased)")
+    SagaProgress.objects.update(reason="there is no guest")
+    [last] = SagaProgress.objects.values_list("message_id", flat=True)
+    by_id = replace(scope, key=None, message_ids=[last])
+    assert saga.erase_reasons(SagaProgress.objects.all(), by_id) == 1
 
 
 def test_a_reason_that_no_database_stores_undoes_all_the_same(hotel: SimpleNamespace) -> None:
@@ -280,6 +322,20 @@ def test_a_stalled_saga_is_named_and_continues(hotel: SimpleNamespace) -> None:
     assert stalled() == {}
     drain()
     assert [state_of(record)[0] for record in (running, waiting)] == [SagaState.DONE, SagaState.UNDONE]
+
+
+def test_a_process_that_has_not_imported_its_sagas_mends_them(
+    hotel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of the role check calls no handler, so nothing else may have imported the subscribers."""
+    hotel.book(hotel.room, "ada")
+    lose_messages()
+    SagaProgress.objects.update(changed_at=long_ago())
+    known = dict(saga._sagas)
+    monkeypatch.setattr(saga, "_sagas", {})
+    monkeypatch.setattr(saga, "autodiscover", lambda: saga._sagas.update(known), raising=False)
+    assert len(stalled()) == 1
+    assert saga.mend() == {"published": 1}
 
 
 def test_a_saga_whose_message_is_a_dead_letter_is_named_and_left_alone(hotel: SimpleNamespace) -> None:

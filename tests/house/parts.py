@@ -120,6 +120,8 @@ PARTS: Final = (
             "django/test_large_bodies.py",
             "django/test_large_bodies_crash.py",
             "django/test_large_bodies_s3.py",
+            # About repairs; one of them has a large body.
+            "django/test_repair_values.py",
         ),
     ),
     Part(

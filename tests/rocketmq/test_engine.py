@@ -9,15 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from outbox.errors import InvalidMessage, NotSupported, UnknownTopic
+from outbox.codec import Codecs
+from outbox.errors import HandlerNotStarted, InvalidMessage, NotSupported, PermanentError, UnknownTopic
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
+from outbox.rocketmq import inspection
 from outbox.rocketmq.broker import RocketMQBroker
+from outbox.rocketmq.client import WireMessage
 from outbox.rocketmq.consumer import RocketMQConsumers
+from outbox.rocketmq.declarations import wire_name
+from outbox.rocketmq.wire import PROPERTY
 from outbox.subscription import Mode, Subscription
 from outbox.topic import Topic
 from outbox.transaction import Answer, Decision, EndStatus, EndTransaction, HalfTransaction
@@ -38,10 +44,13 @@ def producing(server: PrivateRocketMQ, *topics: Topic) -> Iterator[RocketMQBroke
 
 
 @contextmanager
-def consuming(server: PrivateRocketMQ, topic: Topic, handler: AnyHandler, **options: object) -> Iterator[None]:
-    subscription = Subscription(group=unique("group"), topic=topic.name, **options)  # type: ignore[arg-type]
+def consuming(
+    server: PrivateRocketMQ, topic: Topic, handler: AnyHandler, codecs: Codecs | None = None, **options: object
+) -> Iterator[None]:
+    given = {"group": unique("group"), "topic": topic.name, **options}
+    subscription = Subscription(**given)  # type: ignore[arg-type]
     server.admin.create_group(subscription, topic)
-    consumers = RocketMQConsumers(server.url, [(subscription, handler)], topics=[topic])
+    consumers = RocketMQConsumers(server.url, [(subscription, handler)], topics=[topic], codecs=codecs)
     stop = threading.Event()
     running = threading.Thread(target=consumers.run, args=[stop])
     running.start()
@@ -113,6 +122,54 @@ def test_after_the_last_attempt_it_is_a_dead_letter(rocketmq: PrivateRocketMQ, n
         broker.send([message(topic, 3)], timeout_seconds=20)
         eventually(lambda: attempts[3] == 1, within_seconds=60)
     assert attempts == {1: 2, 2: 1, 3: 1}
+
+
+def test_a_dead_letter_that_cannot_be_read_hides_no_other(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
+    """Another program has sent it, and the group has given it up."""
+    topic, group = new_topic(), unique("group")
+
+    def handle(delivery: Delivery) -> None:
+        raise PermanentError("always")
+
+    foreign = WireMessage()
+    foreign.topic, foreign.body = wire_name(topic.name), b"foreign"
+    foreign.add_property(PROPERTY, "no JSON")
+    retry = RetryPolicy(delays_seconds=[1], max_attempts=1)
+    with (
+        producing(rocketmq, topic) as broker,
+        consuming(rocketmq, topic, handle, group=group, retry=retry),
+    ):
+        broker._started().send(foreign)
+        broker.send([message(topic, 1)], timeout_seconds=20)
+        eventually(lambda: inspection.count_dead_letters([rocketmq.admin], group) == 2, within_seconds=60)
+    letters = {one.message.body: one for one in inspection.dead_letters([rocketmq.admin], group)}
+    assert (letters[b"1"].problem, letters[b"1"].message.content_type) == ("", "application/json")
+    assert "JSONDecodeError" in letters[b"foreign"].problem
+    assert letters[b"foreign"].message.topic == wire_name(topic.name)
+
+
+class WaitingCodecs(Codecs):
+    """They cannot read the first bodies yet, like those of a process whose key database is down."""
+
+    waits = 5
+
+    def decode(self, content_type: str, data: bytes) -> Any:
+        if self.waits:
+            self.waits -= 1
+            raise HandlerNotStarted("the keys of subjects cannot be read")
+        return super().decode(content_type, data)
+
+
+def test_a_body_that_cannot_be_read_now_uses_up_no_attempt(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
+    topic, seen = new_topic(), list[Delivery]()
+    retry = RetryPolicy(delays_seconds=[1], max_attempts=2)
+    with (
+        producing(rocketmq, topic) as broker,
+        consuming(rocketmq, topic, seen.append, WaitingCodecs(), retry=retry),
+    ):
+        broker.send([message(topic, 1)], timeout_seconds=20)
+        eventually(lambda: seen, within_seconds=60)
+    assert [(one.body, one.attempt) for one in seen] == [(1, 1)]
 
 
 def test_320_undecided_at_once_are_all_answered(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:

@@ -9,10 +9,11 @@ from uuid import UUID
 import pytest
 
 from outbox.broker.operations.rules import survey
+from outbox.codec import REFERENCE_CONTENT_TYPE, UnreadBody
 from outbox.contrib.forwarding.sinks.formats import format_named
 from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected
-from outbox.errors import LeaseLost, PartialFailure, ServiceUnavailable
+from outbox.errors import HandlerNotStarted, LeaseLost, PartialFailure, ServiceUnavailable
 from outbox.message import Delivery, Message
 from outbox.utils import fence
 from tests.broker.bench import ConsumptionBench, keyed
@@ -84,6 +85,32 @@ def test_an_endpoint_that_is_away_is_nobodys_fault(sink: ListSink) -> None:
     sink.away = ServiceUnavailable("away")
     with pytest.raises(ServiceUnavailable):
         Forwarder(sink, "orders", PLAIN)([delivery("a"), delivery("b")])
+
+
+def test_a_body_that_cannot_be_read_now_holds_back_only_its_key(sink: ListSink) -> None:
+    """Otherwise, while the storage is away, what was acknowledged before would be sent again with every attempt."""
+    asked: list[bytes] = []
+
+    def unread(data: bytes) -> UnreadBody:
+        asked.append(data)
+        raise HandlerNotStarted("the storage is away")
+
+    stored = [delivery(key, body=b"{}", content_type=REFERENCE_CONTENT_TYPE) for key in ("a", "c")]
+    given = [delivery("a", body=b"1"), stored[0], delivery("a", body=b"3"), delivery("b", body=b"4"), stored[1]]
+    with pytest.raises(PartialFailure) as failure:
+        Forwarder(sink, "orders", PLAIN, unread=unread)(given)
+    errors = failure.value.errors
+    assert [type(errors.get(one.message_id)) for one in given] == [
+        type(None),
+        HandlerNotStarted,
+        EarlierNotAcknowledged,
+        type(None),
+        HandlerNotStarted,
+    ]
+    assert sink.sent == [b"1", b"4"]
+    assert len(asked) == 1, "each question may take as long as the timeout of the storage"
+    with pytest.raises(HandlerNotStarted):
+        Forwarder(sink, "orders", PLAIN, unread=unread)(stored[0])
 
 
 def test_nothing_is_sent_by_a_former_owner(sink: ListSink) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from outbox.contrib.forwarding.sinks.formats import format_named
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder
 from outbox.contrib.forwarding.sinks.signatures import verify
 from outbox.contrib.forwarding.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected
 from outbox.contrib.forwarding.sinks.webhook import TIMEOUT_SECONDS, WebhookSink, is_public, retry_after_seconds
@@ -93,6 +94,15 @@ def test_refused_for_good(status: int) -> None:
     error = outcome(Answer(status, body=b"no such order"))
     assert isinstance(error, Rejected)
     assert str(status) in str(error) and "no such order" in str(error)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain\nx: y", "text/\0", "text/\N{SNOWMAN}"])
+def test_a_content_type_that_http_does_not_allow_is_refused_for_good(content_type: str) -> None:
+    """A receiver stores what its sender has set. Tried again without an end, the message would block its key."""
+    with serving(lambda _: Answer(200)) as port, contextlib.closing(sink(port)) as hook:
+        with pytest.raises(Rejected, match="cannot be sent"):
+            Forwarder(hook, "orders", PLAIN)(delivery(content_type=content_type))
+        assert hook.send([outgoing()]) == [None], "the control: the endpoint takes other messages"
 
 
 @pytest.mark.parametrize("status", [408, 500, 504])

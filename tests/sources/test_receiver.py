@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 
 import pytest
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.messaging import Producer
 
+from outbox.contrib.receiving.sources.kombu import KombuSource
 from outbox.contrib.receiving.sources.receiver import Received, Receiver, UnstorableMessage
-from outbox.contrib.receiving.sources.source import Incoming, convert, message_id_of
+from outbox.contrib.receiving.sources.source import Incoming, Source, convert, message_id_of
 from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
 from outbox.message import Message
 from outbox.names import MAX_BODY_BYTES
@@ -56,7 +61,7 @@ def stored(bench: ConsumptionBench, topic: str = "orders") -> list[bytes]:
     return [bytes(body) for (body,) in rows]
 
 
-def receiver(bench: ConsumptionBench, source: ListSource, **options: object) -> Receiver:
+def receiver(bench: ConsumptionBench, source: Source, **options: object) -> Receiver:
     return Receiver(source, bench.broker, **{"name": "partner", "topic": "orders", **options})  # type: ignore[arg-type]
 
 
@@ -168,6 +173,35 @@ def test_poison_stops_the_receiver_unless_there_is_a_place_for_it(bench: Consump
     assert stored(bench, "poison") == [bad.body[:MAX_BODY_BYTES]]
     [(headers,)] = bench.rows("SELECT headers FROM outbox.commit_log WHERE headers ? 'reason'")
     assert headers["body-bytes"] == str(len(bad.body)) and bad.where in headers["received-from"]
+
+
+def test_a_body_that_cannot_be_decompressed_is_poison(bench: ConsumptionBench) -> None:
+    """The transport's library refuses it before the receiver sees it."""
+    with contextlib.closing(compressed("stopping")) as source:
+        with pytest.raises(UnstorableMessage, match="cannot be stored in topic 'orders'"):
+            receiver(bench, source).run_once()
+    with contextlib.closing(compressed("continuing")) as source:
+        assert receiver(bench, source, poison_topic="poison").run_once() == Received(stored=2, put_aside=1)
+        assert source.receive(1, wait_seconds=0.1) == []
+    assert (stored(bench), stored(bench, "poison")) == ([b"1", b"3"], [b"2"])
+
+
+def compressed(queue: str) -> KombuSource:
+    """A queue with three messages, of which the second one is not compressed as its header says."""
+    with Connection("memory://") as connection:
+        producer = Producer(connection.channel())
+        for body, headers in ((b"1", {}), (b"2", {"compression": "application/x-gzip"}), (b"3", {})):
+            producer.publish(
+                body,
+                routing_key=queue,
+                exchange="",
+                declare=[Queue(queue)],
+                content_type="text/plain",
+                content_encoding="binary",
+                message_id=body.decode(),
+                headers=headers,
+            )
+    return KombuSource(url="memory://", queue=queue)
 
 
 def test_what_no_message_can_help_ends_the_receiver(bench: ConsumptionBench) -> None:

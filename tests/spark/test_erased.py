@@ -53,7 +53,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     # One by its id, one by its key, and one whose key is replaced too. The last one is only in the archive.
     run, now = Executor(world.broker, "outbox"), datetime.now(UTC)
     for key, replacement in (("1", None), ("2", None)):
-        broker_rows.erase(run, TOPIC, broker_rows.find_key(run, TOPIC, key), replacement=replacement)
+        broker_rows.erase(run, TOPIC, broker_rows.find_keys(run, TOPIC, [key]), replacement=replacement)
     [(first,)] = world.broker.execute("SELECT message_id FROM commit_log WHERE key = '1'").fetchall()
     entries = [Erasure(kind="message", topic=TOPIC, value=str(first), reason="a test", at=now)]
     for key, replacement in (("2", None), ("3", "erased:x")):

@@ -21,7 +21,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import texts
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 

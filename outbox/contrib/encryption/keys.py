@@ -27,6 +27,7 @@ from outbox.contrib.encryption.settings import ENCRYPTED_CONTENT_TYPE, Encryptio
 from outbox.erased import ERASED, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
 from outbox.hooks import ShownBody
+from outbox.names import is_text
 from outbox.utils.safe_text import shown_value
 
 # A process keeps keys in memory for this time. So other processes use a deleted key for at most this time.
@@ -191,7 +192,7 @@ def subject_keys() -> StoredKeys:
 def check_subject(subject: object) -> str:
     """Return the subject as a text. Raises InvalidMessage."""
     text = str(subject) if isinstance(subject, (int, UUID)) and not isinstance(subject, bool) else subject
-    if not isinstance(text, str) or not text or len(text) > LONGEST_SUBJECT or "\0" in text:
+    if not isinstance(text, str) or not text or len(text) > LONGEST_SUBJECT or not is_text(text):
         raise InvalidMessage(
             f"subject={shown_value(subject)} must be a text of 1 to {LONGEST_SUBJECT} characters, an int or a UUID. "
             "Nothing was published."

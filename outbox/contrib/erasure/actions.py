@@ -60,6 +60,11 @@ def _erase(values: Values) -> ActionPlan:
     settings = settings_of(ErasureSettings)
     recorded = request.key is not None and settings.erasure_list is not None
     # The plan is stored in the audit, so it does not contain the key or the texts.
+    once = (
+        " OUTBOX['ERASURE_SECRET'] is not set: if you repeat this action, it does not find these messages by their key."
+        if request.with_key and settings.erasure_secret is None
+        else ""
+    )
     listed = "" if settings.erasure_list else " OUTBOX['ERASURE_LIST'] is not set: after a restore, erase again."
     kept = (
         "" if request.key is None or request.with_key else " The key itself stays: if it is personal, add --with-key."
@@ -68,7 +73,7 @@ def _erase(values: Values) -> ActionPlan:
         subject=f"messages of topic {request.topic}",
         effect=f"Erase the content of {counted(len(planned.message_ids), 'message')} of topic {request.topic}, and "
         "what is stored about it. Ids, tags and times of messages stay. Waiting messages are recalled.",
-        caution=f"{_CAUTION}{kept}{listed}",
+        caution=f"{_CAUTION}{kept}{once}{listed}",
         dangerous=True,
         before=_counted(planned),
         nothing=not planned.rows and not recorded,

@@ -21,6 +21,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log import recall
 from outbox.broker.log.topics import find_topic_id
 from outbox.erased import ERASED_CONTENT_TYPE, KEPT_HEADERS
+from outbox.recall import RecallStatus
 from outbox.transaction import STILL_RUNNING
 
 # At most this many messages are erased by one call of `erase`, so that one statement does not lock rows for long.
@@ -75,7 +76,7 @@ _FOUND: Final = """
 SELECT log_id, message_id, transaction_id, key, stored_at
 FROM {schema}.commit_log
 WHERE topic_id = %(topic_id)s AND """
-_OF_KEY: Final = Statement(_FOUND + "key = %(key)s ORDER BY log_id")
+_OF_KEYS: Final = Statement(_FOUND + "key = ANY(%(keys)s::text[]) ORDER BY log_id")
 _OF_IDS: Final = Statement(_FOUND + "message_id = ANY(%(ids)s::uuid[]) ORDER BY log_id")
 
 _KEYS: Final = Statement("""
@@ -84,10 +85,10 @@ WHERE topic.name = ANY(%(topics)s::text[]) AND key <> ''
 """)
 
 
-def find_key(run: Executor, topic: str, key: str) -> list[Erasable]:
-    """Return all messages of the topic with this key, in any state. Reads the whole log if it is not searchable."""
-    values = {"topic_id": find_topic_id(run, topic), "key": key}
-    return run.objects(Erasable, _OF_KEY, values, prepare=False)
+def find_keys(run: Executor, topic: str, keys: Sequence[str]) -> list[Erasable]:
+    """Return all messages of the topic with these keys, in any state. Reads the whole log if it is not searchable."""
+    values = {"topic_id": find_topic_id(run, topic), "keys": texts(keys)}
+    return run.objects(Erasable, _OF_KEYS, values, prepare=False)
 
 
 def find_ids(run: Executor, topic: str, message_ids: Sequence[UUID]) -> list[Erasable]:
@@ -195,7 +196,7 @@ def erase(
         # After a restore, the topic of an erasure may not exist yet.
         "topic_id": find_topic_id(run, topic),
     }
-    counts = {"recalled": sum(one.is_recalled for one in recalled)}
+    counts = {"recalled": sum(one.status is RecallStatus.RECALLED for one in recalled)}
     for table, path in hooks.broker_content.items():
         counts[table] = hooks.resolved(path)(run, parameters)
     for table, statement in _PLACES:
@@ -207,6 +208,9 @@ def erase(
 # The table `erased`.
 
 _DONE: Final = Statement("SELECT kind, topic, value, erased_at FROM {schema}.erased")
+_REPLACEMENT: Final = Statement("""
+SELECT replacement FROM {schema}.erased WHERE kind = 'key' AND topic = %(topic)s AND value = %(value)s
+""")
 _STORE: Final = Statement("""
 INSERT INTO {schema}.erased AS known (kind, topic, value, replacement, reason, erased_at)
 VALUES (%(kind)s, %(topic)s, %(value)s, %(replacement)s, %(reason)s, %(at)s)
@@ -214,6 +218,12 @@ ON CONFLICT (kind, topic, value) DO UPDATE
 SET replacement = coalesce(excluded.replacement, known.replacement), reason = excluded.reason,
     erased_at = greatest(known.erased_at, excluded.erased_at)
 """)
+
+
+def replacement_of(run: Executor, topic: str, value: str) -> str | None:
+    """Return what replaces the key with this fingerprint since an earlier erasure; None if it was not replaced."""
+    found = run.row(_REPLACEMENT, {"topic": topic, "value": value})
+    return None if found is None else found[0]
 
 
 def done(run: Executor) -> dict[tuple[str, str, str], datetime]:

@@ -100,8 +100,15 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         TopicCatalog(schema).get(connection, request.topic)
+        replaced = None
         if request.key is not None:
-            found = broker_rows.find_key(run, request.topic, request.key)
+            # After an earlier erasure, processes may have stored errors of messages whose key it has replaced.
+            if secret is not None:
+                replaced = broker_rows.replacement_of(
+                    run, request.topic, fingerprint(secret, request.topic, request.key)
+                )
+            keys = [request.key] if replaced is None else [request.key, replaced]
+            found = broker_rows.find_keys(run, request.topic, keys)
         else:
             found = broker_rows.find_ids(run, request.topic, request.message_ids)
             missing = set(request.message_ids) - {one.message_id for one in found}
@@ -110,7 +117,7 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
                     f"topic {request.topic!r} has no message {min(missing)}: check the id and the topic. Retention may "
                     "have removed the message. Nothing was erased."
                 )
-        entries = list(_entries(request, found, secret, reason, now))
+        entries = list(_entries(request, found, replaced, secret, reason, now))
         if store is not None and not dry_run:
             erasure_list.append(store, entries)
         replacement = entries[0].replacement if entries else None
@@ -149,9 +156,14 @@ def _require_reason(reason: str) -> None:
 
 
 def _entries(
-    request: ErasureRequest, found: Sequence[Erasable], secret: str | None, reason: str, now: datetime
+    request: ErasureRequest,
+    found: Sequence[Erasable],
+    replaced: str | None,
+    secret: str | None,
+    reason: str,
+    now: datetime,
 ) -> Iterator[Erasure]:
-    replacement = f"erased:{uuid.uuid4().hex}" if request.with_key else None
+    replacement = (replaced or f"erased:{uuid.uuid4().hex}") if request.with_key else None
     if request.key is not None and secret is not None:
         value = fingerprint(secret, request.topic, request.key)
         yield Erasure(
@@ -351,7 +363,7 @@ def _again(run: Executor, topic: str, erasures: Sequence[Erasure]) -> Iterator[_
     of_keys = {(one.topic, one.value): one for one in erasures if one.kind == "key"}
     for place, key in broker_rows.keys_with(run, secret, of_keys).items():
         one = of_keys[place]
-        yield _Again(one, [each for each in broker_rows.find_key(run, topic, key) if each.stored_at <= one.at], key)
+        yield _Again(one, [each for each in broker_rows.find_keys(run, topic, [key]) if each.stored_at <= one.at], key)
     by_replacement: dict[str | None, list[Erasure]] = {}
     for one in erasures:
         if one.kind == "message":

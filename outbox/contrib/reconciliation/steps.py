@@ -20,6 +20,7 @@ from django.db import DataError, ProgrammingError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.codec import REFERENCE_CONTENT_TYPE
 from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.actions.messages import settle_letters
 from outbox.contrib.django.actions.transactions import decide
@@ -67,12 +68,17 @@ _FOR_PEOPLE: Final = (StepOutcome.REFUSED, StepOutcome.REPORTED)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a step, with the evidence before and after the step."""
+    """The outcome of a step, with the evidence before and after the step.
+
+    `content`: what would be published, for people only. The audit does not store it, because an erasure of a person's
+    messages would not find it there.
+    """
 
     outcome: StepOutcome
     detail: str
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)
+    content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +158,8 @@ def planned(step: RepairStep, config: PublishSources, verified: Result, before: 
     return ActionPlan(
         subject=_subject_of(step),
         effect=f"The finding is settled: {verified.detail}." if is_settled else f"Repair: {verified.detail}.",
+        # The audit does not store the caution.
+        caution=verified.content,
         before={**before, "step": step.step, **verified.before},
         nothing=is_settled,
         refusal=verified.detail if verified.outcome in _FOR_PEOPLE else "",
@@ -197,11 +205,12 @@ def _publish(step: RepairStep, config: PublishSources, dry_run: bool) -> Result:
         message = _built(publisher, row, step, source, message_id)
         _refuse_changed_key(step, source, message, connection)
         if dry_run:
-            what = f"publish to {source.topic!r} as {message_id}: {_described(message)}"
-            return Result(StepOutcome.WOULD_BE_DONE, what, before)
+            what = f"publish to {source.topic!r} as {message.message_id}"
+            return Result(StepOutcome.WOULD_BE_DONE, what, before, content=_described(message))
         get_broker().send([message], committed=True)
         point("repair.after_effect")
-        return Result(StepOutcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
+        published = str(message.message_id)
+        return Result(StepOutcome.DONE, f"published as {published}", before, {published: "committed"})
 
 
 def _settled(
@@ -290,7 +299,8 @@ def _built(
             "which is not the missing message: correct the publisher"
         )
     _refuse_without_version(message)
-    return replace(message, message_id=message_id)
+    # The object of a large body has the name of the id with which its message was made.
+    return message if message.content_type == REFERENCE_CONTENT_TYPE else replace(message, message_id=message_id)
 
 
 def _refuse_without_version(message: Message) -> None:

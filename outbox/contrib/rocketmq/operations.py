@@ -479,7 +479,7 @@ def _letters(
             key=letter.message.key,
             tag=letter.message.tag,
             attempts=noted.attempts if noted else 0,
-            error=noted.error if noted else "",
+            error=noted.error if noted else letter.problem,
             dead_at=letter.dead_at,
             replayed_at=noted.settled_at if noted and is_settled else None,
             discarded_at=noted.settled_at if noted and is_settled and noted.is_discarded else None,
@@ -521,7 +521,8 @@ def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay
     """
     admins = brokers()
     _groups(group)
-    found = list(_letters(admins, group, selection, settled=False))
+    # An unreadable letter can only be discarded.
+    found = [one for one in _letters(admins, group, selection, settled=False) if not (replay and one[0].problem)]
     found.sort(key=lambda one: one[1].place)
     # A message may have several dead letters; all of them are about the same message.
     newest = {letter.message.message_id: letter for letter, _ in found[:limit]}

@@ -25,7 +25,7 @@ class SagaProgress(models.Model):
     Only outbox.contrib.saga.steps writes this row, so saving the record does not reset the progress.
 
     `message_id` is the message that continues the saga: the message of the step, of its compensation, or of the
-    deadline at `late_at`.
+    deadline at `late_at`. A saga that has ended has its last one.
     """
 
     if TYPE_CHECKING:

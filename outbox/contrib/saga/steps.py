@@ -50,7 +50,7 @@ from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
-from outbox.contrib.django.subscribers.registry import Subscriber, register
+from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover, register
 from outbox.contrib.saga.models import SagaProgress, SagaState
 from outbox.erased import ERASED_TEXT
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
@@ -239,7 +239,12 @@ class Saga(Generic[Record]):
             self._run(record, progress, step)
         elif delivery.tag == _UNDO + step.name and stands_at == (SagaState.UNDOING, step.name):
             self._undo(record, progress, step)
-        elif delivery.tag == _LATE + step.name and stands_at == (SagaState.WAITING, step.name):
+        elif (
+            delivery.tag == _LATE + step.name
+            and stands_at == (SagaState.WAITING, step.name)
+            # A deleted record may have had the same primary key, and its deadline is another one.
+            and delivery.message_id == progress.message_id
+        ):
             self._turn_back(progress, step, f"{step.name} was not answered within {step.within}")
         else:
             logger.info(
@@ -339,7 +344,9 @@ class Saga(Generic[Record]):
         elif state == SagaState.WAITING and step.within is not None:
             tag, key, delay = _LATE + step.name, self.deadline_key(pk, step.name), step.within
         else:
-            progress.message_id = None
+            # A saga that has ended keeps its last message, by which an erasure finds its reason.
+            if state == SagaState.WAITING:
+                progress.message_id = None
             return
         receipt = publish(self.topic, {"pk": pk}, key=key, tag=tag, delay=delay, using=self._alias)
         progress.message_id = receipt.message_id
@@ -439,6 +446,8 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
     before = timezone.now() - _GRACE
     moves = Q(state__in=(SagaState.RUNNING, SagaState.UNDOING), changed_at__lt=before)
     late = Q(state=SagaState.WAITING, late_at__lt=before)
+    # A process of the role check, or one that shows conditions, may not have imported the modules with the sagas.
+    autodiscover()
     # Read only databases with records of declared sagas. The database of a former broker has no table for sagas.
     for alias in sorted({saga._alias for saga in _sagas.values()}):
         by_group: dict[str, list[SagaProgress]] = defaultdict(list)
@@ -455,9 +464,14 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
 
 
 def erase_reasons(rows: Rows, scope: Scope) -> int:
-    """Replace the reasons of sagas that belong to an erased message or mention an erased text."""
+    """Replace the reasons of sagas that belong to an erased message or key, or mention an erased text."""
     return saved(
         rows.exclude(reason="").exclude(reason=ERASED_TEXT),
-        lambda row: row.message_id in scope.message_ids or scope.mentions(row.reason),
+        lambda row: (
+            row.message_id in scope.message_ids
+            # Retention removes the messages of a saga before its row.
+            or scope.key == f"{row.saga}/{row.record}"
+            or scope.mentions(row.reason)
+        ),
         lambda row: {"reason": ERASED_TEXT},
     )

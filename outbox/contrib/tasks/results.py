@@ -7,6 +7,7 @@ import re
 from datetime import UTC, datetime
 from traceback import format_exception
 from typing import Any, Final
+from uuid import UUID
 
 from django.db.models import Q
 from django.utils.module_loading import import_string
@@ -83,11 +84,25 @@ def erase_calls(rows: Rows, scope: Scope) -> int:
 
     def is_about(row: Any) -> bool:
         values = {name: getattr(row, name) for name in empty}
-        linked = row.message_id in scope.message_ids or scope.mentions(json.dumps(values, ensure_ascii=False))
+        linked = (
+            row.message_id in scope.message_ids
+            or str(row.pk) == scope.key
+            or scope.mentions(json.dumps(values, ensure_ascii=False))
+        )
         return linked and values != empty
 
     def erased(row: Any) -> dict[str, Any]:
         over = {"status": "FAILED", "finished_at": row.finished_at or datetime.now(UTC)}
         return empty | (over if row.status in ("READY", "RUNNING") else {})
 
-    return saved(rows.filter(Q(message_id__in=scope.message_ids)) if not scope.texts else rows, is_about, erased)
+    # The key of a task's messages is its id. Retention removes the messages before the row.
+    tasks = [scope.key] if scope.key is not None and _is_uuid(scope.key) else []
+    mine = rows.filter(Q(message_id__in=scope.message_ids) | Q(pk__in=tasks))
+    return saved(rows if scope.texts else mine, is_about, erased)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(UUID(text)) == text
+    except ValueError:
+        return False

@@ -24,14 +24,14 @@ def test_an_erasure_reads_the_index_of_a_searchable_topic_and_finds_the_same(ben
     run = Executor(bench.connection, "outbox")
     declare_topics(run, [SEARCHABLE, OTHER])
     fill(run)
-    found = broker_rows.find_key(run, "customers", "k7")
+    found = broker_rows.find_keys(run, "customers", ["k7"])
     assert len(found) == 5
     key_index.adapt(run)
-    assert broker_rows.find_key(run, "customers", "k7") == found
+    assert broker_rows.find_keys(run, "customers", ["k7"]) == found
     for topic, reads in (("customers", True), ("clicks", False)):
-        values = {"topic_id": find_topic_id(run, topic), "key": "k7"}
-        assert ("commit_log_key_of_" in plan(run, broker_rows._OF_KEY, values)) is reads
-    assert broker_rows.find_key(run, "no such topic", "k7") == []
+        values = {"topic_id": find_topic_id(run, topic), "keys": ["k7", "erased:1"]}
+        assert ("commit_log_key_of_" in plan(run, broker_rows._OF_KEYS, values)) is reads
+    assert broker_rows.find_keys(run, "no such topic", ["k7"]) == []
 
 
 def test_rows_that_no_consumer_can_read_are_erased(bench: ConsumptionBench) -> None:

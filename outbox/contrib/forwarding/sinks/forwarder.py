@@ -89,7 +89,9 @@ class Forwarder:
         failed: dict[UUID, Exception] = {}
         while lines:
             wave = [line.popleft() for line in lines]
-            errors = self._send(wave, first=len(failed) == 0 and len(wave) + _waiting(lines) == len(deliveries))
+            first = len(failed) == 0 and len(wave) + _waiting(lines) == len(deliveries)
+            away = next((error for error in failed.values() if isinstance(error, HandlerNotStarted)), None)
+            errors = self._send(wave, first=first, away=away)
             for line, delivery, error in zip(lines, wave, errors, strict=True):
                 if error is not None:
                     failed[delivery.message_id] = error
@@ -98,14 +100,24 @@ class Forwarder:
         if failed:
             raise _verdict(deliveries, failed)
 
-    def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
-        """Send deliveries that all have different keys. Raises LeaseLost if this process no longer owns the queue."""
+    def _send(
+        self, wave: Sequence[Delivery], *, first: bool, away: HandlerNotStarted | None
+    ) -> Sequence[Exception | None]:
+        """Send deliveries that all have different keys. Raises LeaseLost if this process no longer owns the queue.
+
+        `away`: why the storage of large bodies does not answer. Another question could take as long as its timeout.
+        """
         fence.check(commits=False)
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
         for place, delivery in enumerate(wave):
             try:
+                if away is not None and delivery.message.content_type == REFERENCE_CONTENT_TYPE:
+                    raise away
                 ready.append((place, self._form(self._whole(delivery), self._topic)))
+            except HandlerNotStarted as error:
+                # The other messages are sent: what was acknowledged before would be sent again otherwise.
+                errors[place] = away = error
             except (ValueError, TypeError, UndecodableBody) as error:
                 errors[place] = Rejected(
                     f"message {delivery.message_id} cannot be written in this format: {shown_text(error)}"

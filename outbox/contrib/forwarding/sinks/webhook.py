@@ -94,6 +94,9 @@ class WebhookSink:
                 return self._verdict(message, response)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, AddressRefused) as error:
             raise ServiceUnavailable(f"webhook {self._url.host} cannot be reached: {shown_text(error)}") from error
+        except httpx.LocalProtocolError as error:
+            # Nothing was sent: HTTP does not allow a header of this message, such as its content type.
+            return Rejected(f"message {message.message_id} cannot be sent by this sink: {error_line(error)}")
         except httpx.HTTPError as error:
             return NotAcknowledged(f"webhook {self._url.host} did not answer: {error_line(error)}")
 

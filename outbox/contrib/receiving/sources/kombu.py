@@ -14,7 +14,7 @@ from kombu.messaging import Consumer
 
 from outbox.contrib.receiving.sources.source import Incoming, text_of
 from outbox.errors import ServiceUnavailable
-from outbox.utils.safe_text import mask_passwords
+from outbox.utils.safe_text import error_line, mask_passwords
 
 # After the first message, the source waits for further messages for this number of seconds.
 _MORE_SECONDS: Final = 0.01
@@ -83,7 +83,13 @@ class KombuSource:
             channel = self._connection.channel()
             channel.basic_qos(0, self._prefetch, False)
             queue = Queue(self._queue, durable=True, no_declare=not self._declare)
-            consumer = Consumer(channel, [queue], on_message=self._waiting.append, accept=None)
+            consumer = Consumer(
+                channel,
+                [queue],
+                on_message=self._waiting.append,
+                on_decode_error=lambda message, error: self._waiting.append(message),
+                accept=None,
+            )
             consumer.consume()
         return self._connection
 
@@ -100,5 +106,6 @@ class KombuSource:
             where=f"message {message.delivery_tag} of {self._name}",
             content_type=message.content_type or "",
             headers=headers,
+            problem="; ".join(error_line(error) for _, error, _ in message.errors if error is not None),
             handle=message,
         )

@@ -138,10 +138,15 @@ class Receiver:
     def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:
         """Store all messages in one call. If one of the messages is invalid, store no message and return False."""
         try:
-            self._broker.send([self._convert(one, self._name, self._topic) for one in incoming])
+            self._broker.send([self._converted(one) for one in incoming])
         except (InvalidMessage, InvalidName, ValueError):
             return False
         return True
+
+    def _converted(self, one: Incoming) -> Message:
+        if one.problem:
+            raise InvalidMessage(f"{one.where} cannot be read: {one.problem}.")
+        return self._convert(one, self._name, self._topic)
 
     def _store(self, one: Incoming) -> bool:
         """Store one message and return True, or put it into the poison topic and return False.
@@ -149,7 +154,7 @@ class Receiver:
         Without a poison topic, raises UnstorableMessage.
         """
         try:
-            self._broker.send([self._convert(one, self._name, self._topic)])
+            self._broker.send([self._converted(one)])
         except MessageTypeMismatch:
             # The topic does not accept the type of the receiver's messages, so it would refuse every message.
             raise

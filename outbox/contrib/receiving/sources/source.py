@@ -27,8 +27,8 @@ class Incoming:
 
     `message_id` is the id that the sender gave the message, or ''. `where` is the place of the message at the source.
 
-    `sender` is the application that chose the id, or '' if the transport does not name it. Only the source uses
-    `handle`.
+    `sender` is the application that chose the id, or '' if the transport does not name it. `problem` says why the
+    source could not read the message, which is then poison. Only the source uses `handle`.
     """
 
     message_id: str
@@ -38,6 +38,7 @@ class Incoming:
     key: str = ""
     sender: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
     handle: Any = None
 
 

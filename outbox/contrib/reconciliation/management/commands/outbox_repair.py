@@ -91,7 +91,8 @@ class Command(OutboxCommand):
                 self.say(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))
             else:
                 subject = f"{step.rule}, key {step.key}" + (f", group {step.group}" if step.group else "")
-                self.say(f"{step.finding_class} {subject}: {result.outcome.value}: {result.detail}")
+                content = f": {result.content}" if result.content else ""
+                self.say(f"{step.finding_class} {subject}: {result.outcome.value}: {result.detail}{content}")
         return outcomes
 
 
