@@ -601,7 +601,7 @@ def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None)
 def test_the_commands_of_the_page_about_limits_run(databases: None) -> None:
     [block] = _blocks(PAGE.with_name("sizing.md"), "sh")
     said = [_run(line) for line in block.splitlines()]
-    assert len(said) == 3 and all(said)
+    assert len(said) == 2 and all(said)
     [(limit,)] = _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'")
     assert limit == 3000000
     _run("manage.py outbox_topic alter orders --backlog-limit 0")
