@@ -270,7 +270,7 @@ class RoundTrip:
         self._preparing = 0
         self._cursor: psycopg.RawCursor[Any] | None = None
         # The adapters of `send_adapted`, by the texts of the statements.
-        self._adapters: dict[bytes, Transformer] = {}
+        self._adapters: dict[bytes, abc.Transformer] = {}
 
     def send(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
