@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from django.db import IntegrityError, connections, transaction
 
 from outbox import Delivery
 from outbox.contrib.django import subscriber
+from outbox.contrib.django.subscribers import inbox
 from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect
@@ -20,9 +22,11 @@ pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
 
 @pytest.fixture
-def round_trips() -> Iterator[Callable[[], int]]:
-    """Of the handlers' connection, since the last call."""
+def round_trips(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Of the handlers' connection, since the last call. The process has just looked for later generations."""
+    monkeypatch.setattr(inbox, "_LOOK_SECONDS", math.inf)
     connections["default"].ensure_connection()
+    assert not inbox.handled_later(connections["default"], "effects", 1, [])
     with counted(connections["default"].connection) as count:
         yield count
 
@@ -33,6 +37,15 @@ def test_a_message_costs_two_round_trips_besides_its_handlers_own(round_trips: C
     round_trips()
     assert run([delivery("counted")]) == [Disposition.HANDLED]
     assert round_trips() == 3
+
+
+def test_once_a_second_a_message_costs_a_third(round_trips: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look for a later generation, in which a restore of the broker would have lost what the group has handled."""
+    monkeypatch.setattr(inbox, "_LOOK_SECONDS", 0)
+    register()
+    round_trips()
+    assert run([delivery("counted")]) == [Disposition.HANDLED]
+    assert round_trips() == 4
 
 
 def test_a_repeated_message_costs_two(round_trips: Callable[[], int]) -> None:

@@ -26,7 +26,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, stored_uuid
 from outbox.contrib.django.database.transactions import begun_by_hand
-from outbox.contrib.django.subscribers.inbox import handled
+from outbox.contrib.django.subscribers.inbox import handled_later
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.safe_text import shown_text
 
@@ -183,7 +183,7 @@ def _take_mariadb(connection: BaseDatabaseWrapper, cursor: Any, claim: Claim) ->
 
 def _is_handled_later(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
     """Whether the group has handled the message in a later generation, which a restore of the broker has taken away."""
-    return bool(handled(connection, claim.group, [claim.message_id], after=claim.generation))
+    return bool(handled_later(connection, claim.group, claim.generation, [claim.message_id]))
 
 
 def _new_token() -> int:

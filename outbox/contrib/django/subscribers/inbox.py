@@ -42,7 +42,7 @@ from psycopg.errors import DivisionByZero, InvalidSqlStatementName
 from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.connection import is_ended
 from outbox.broker.database.sender import RoundTrip, Row, note_backend, prepared_on, session_of
-from outbox.broker.database.statement import BOOLEAN, INTEGER, TEXT, UUID_, Statement
+from outbox.broker.database.statement import INTEGER, TEXT, UUID_, Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.django_internals import rollback_cause
@@ -429,32 +429,29 @@ def _status(raw: Connection) -> int | None:
 
 # The text of the statement is the same on a connection of Django and in a ShortTransaction. The statement sets the
 # timeouts before its first wait. The timeouts apply to this transaction only, so they are safe behind a pooler. The
-# timeouts are needed because a handler that does not continue must not block the next owner of its queue. The statement
-# also returns whether the group has rows of a later generation: then the broker was restored to before a reset.
+# timeouts are needed because a handler that does not continue must not block the next owner of its queue.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
 WHERE set_config('lock_timeout', %(lock)s, true) IS NOT NULL
   AND set_config('idle_in_transaction_session_timeout', %(idle)s, true) IS NOT NULL
 ON CONFLICT DO NOTHING
-RETURNING message_id, EXISTS (
-    SELECT FROM outbox_inbox later WHERE consumer_group = %(group)s AND generation > %(generation)s::integer)
+RETURNING message_id
 """
 _KEY_TYPES: Final = {"group": TEXT, "generation": INTEGER}
 _ONE_TYPES: Final = {**_KEY_TYPES, "lock": TEXT, "idle": TEXT, "message_ids": UUID_}
 # PostgreSQL plans the statement for one message faster than the statement for a batch. The ids of a batch are sorted,
 # so two batches cannot deadlock.
-_ENTERED: Final = (UUID_, BOOLEAN)
-_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES, _ENTERED)
+_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES)
 _ENTER_ALL: Final = Statement(
-    _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, _ENTERED
+    _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, (UUID_,)
 )
 # The statement of a message that joins a transaction. A shorter statement_timeout of the project stays.
 _LIMIT: Final = f"""AND set_config('statement_timeout', CASE
     WHEN current_setting('statement_timeout')::interval BETWEEN '1ms' AND '{STATEMENT_MILLISECONDS}ms'
     THEN current_setting('statement_timeout') ELSE '{STATEMENT_MILLISECONDS}ms' END, true) IS NOT NULL
 ON CONFLICT"""
-_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES, _ENTERED)
+_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES)
 # These statements divide by zero, and so fail, if a row is missing.
 _IS_THERE: Final = Statement(
     """
@@ -522,17 +519,19 @@ class InboxEntries:
         lock_seconds, idle_seconds = 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds)
         is_postgres = self._connection.vendor == "postgresql"
         if is_postgres and len(deliveries) == 1:
-            new = self._new(self._insert(_ENTER_ONE, deliveries[0].message.message_id, lock_seconds, idle_seconds))
-            return list(deliveries) if new else []
+            message_id = deliveries[0].message.message_id
+            is_new = self._insert(_ENTER_ONE, message_id, lock_seconds, idle_seconds) and not self._later([message_id])
+            return list(deliveries) if is_new else []
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
             firsts.setdefault(delivery.message_id, delivery)
         if is_postgres:
-            new = self._new(self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds))
+            new = {row[0] for row in self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds)}
         elif self._connection.vendor == "mysql":
-            new = self._without_later(self._enter_on_mariadb(sorted(firsts), lock_seconds))
+            new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
         else:
-            new = self._without_later({value for value in sorted(firsts) if self._enter_one(value)})
+            new = {value for value in sorted(firsts) if self._enter_one(value)}
+        new -= self._later(new)
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
     def _insert(self, statement: Statement, message_ids: Any, lock_seconds: float, idle_seconds: float) -> list[Row]:
@@ -553,14 +552,9 @@ class InboxEntries:
             cursor.execute(statement.text, values)
             return cast("list[Row]", cursor.fetchall())
 
-    def _new(self, rows: Sequence[Row]) -> set[UUID]:
-        """Return the messages of new rows that the group has not handled in a later generation."""
-        new = {message_id for message_id, _ in rows}
-        return self._without_later(new) if any(has_later for _, has_later in rows) else new
-
-    def _without_later(self, new: set[UUID]) -> set[UUID]:
+    def _later(self, message_ids: Collection[UUID]) -> set[UUID]:
         group, generation = self._key
-        return new - handled(self._connection, group, list(new), after=generation)
+        return handled_later(self._connection, group, generation, message_ids)
 
     def _enter_on_mariadb(self, message_ids: Sequence[UUID], lock_seconds: float) -> set[UUID]:
         parameters: list[Any] = [max(1, round(lock_seconds))]
@@ -582,7 +576,7 @@ class InboxEntries:
         group, generation = self._key
         lock, message_id = str(LOCK_MILLISECONDS), delivery.message.message_id
         values = {"group": group, "generation": generation, "lock": lock, "idle": self._idle, "message_ids": message_id}
-        return bool(self._new(self._short.savepoint(number, _JOIN, values)))
+        return bool(self._short.savepoint(number, _JOIN, values)) and not self._later([message_id])
 
     def is_whole(self) -> bool:
         """Whether the shared transaction can still commit, as far as the client knows."""
@@ -718,6 +712,27 @@ def handled(connection: BaseDatabaseWrapper, group: str, message_ids: Sequence[U
                 found.update(read_uuid(value) for (value,) in cursor.fetchall())
         generation = _next_generation(connection, group, generation)
     return found
+
+
+# (alias, group) -> the generation for which this process has looked last, when (time.monotonic), and whether the inbox
+# has rows of a later generation.
+_looks: Final[dict[tuple[str, str], tuple[int, float, bool]]] = {}
+_LOOK_SECONDS: Final = 1.0
+
+
+def handled_later(
+    connection: BaseDatabaseWrapper, group: str, generation: int, message_ids: Collection[UUID]
+) -> set[UUID]:
+    """Return those of `message_ids` that the group has handled in a later generation.
+
+    The broker has such a generation no more if it was restored to before a reset. That takes longer than a second, so
+    the function looks for one only once a second.
+    """
+    look = _looks.get((connection.alias, group))
+    if look is None or look[0] != generation or time.monotonic() - look[1] > _LOOK_SECONDS:
+        has_later = _next_generation(connection, group, generation) is not None
+        look = _looks[connection.alias, group] = generation, time.monotonic(), has_later
+    return handled(connection, group, list(message_ids), after=generation) if look[2] else set()
 
 
 def _next_generation(connection: BaseDatabaseWrapper, group: str, after: int) -> int | None:
