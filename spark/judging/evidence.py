@@ -276,10 +276,11 @@ def _in_range(text: Column, document: Column, path: str, field: FieldRule) -> Co
 
 def _is_inexact(text: Column, document: Column, path: str, field: FieldRule) -> Column:
     """Whether Spark may have read a number of a body as another number: it reads a number with an exponent, or with
-    more than 38 digits, as a double, which has 15 digits for certain."""
+    more than 38 digits, as a double, which has 15 digits for certain. They are enough for the twelve decimals of a
+    number below 0.001, whose text has a negative exponent."""
     if field.type not in (FieldType.INTEGER, FieldType.DECIMAL):
         return F.lit(False)
-    is_long = (F.length(text) > _EXACT) | text.contains("E")
+    is_long = ((F.length(text) > _EXACT) | text.contains("E")) & ~text.contains("E-")
     return F.coalesce(is_long & _is_double(document, path), F.lit(False))
 
 

@@ -54,13 +54,13 @@ SELECT outbox.append_one(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag
 """
 _HALF = """
 SELECT outbox.append_half(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
-    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, 'shop', NULL, 60, NULL)
+    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, 'shop', 60, NULL)
 """
 _BATCH = """
 SELECT outbox.append_batch(%(message_id)s, ARRAY[%(message_id)s::uuid, %(other)s], ARRAY[%(born_at)s::timestamptz,
     now()], ARRAY[%(deliver_at)s::timestamptz, NULL], ARRAY[%(topic_id)s::integer, 1], ARRAY[%(shard)s::integer, NULL],
     ARRAY[%(key)s, ''], ARRAY[%(tag)s, ''], ARRAY[%(content_type)s, 'a/b'], ARRAY[%(headers)s::jsonb, NULL],
-    ARRAY['{}'::bytea, '{}'], ARRAY[NULL::float8, NULL], 1, '', '', '', false, false, NULL, NULL, NULL, %(all_new)s)
+    ARRAY['{}'::bytea, '{}'], ARRAY[NULL::float8, NULL], 1, '', '', '', false, false, NULL, NULL, %(all_new)s)
 """
 _ROW = """
 WITH stored AS (

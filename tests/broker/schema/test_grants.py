@@ -162,7 +162,7 @@ SELECT outbox.append_batch(
     %(id)s, ids, array_fill(now(), ARRAY[cardinality(ids)]), '{}', '{}', '{}',
     array_fill(''::text, ARRAY[cardinality(ids)]), '{}', '{}', '{}',
     array_fill(''::bytea, ARRAY[cardinality(ids)]), '{}', %(topic)s, '', '',
-    CASE WHEN %(half)s THEN 'shop' ELSE '' END, true, %(half)s, 60, NULL, NULL, %(all_new)s)
+    CASE WHEN %(half)s THEN 'shop' ELSE '' END, true, %(half)s, 60, NULL, %(all_new)s)
 FROM given
 """
 
@@ -197,7 +197,7 @@ def test_the_role_of_the_session_counts_not_the_one_that_logged_in(
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not publish for producer group 'billing'"):
             connection.execute(
                 "SELECT outbox.append_half(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
-                " 'billing', NULL, 60, NULL)"
+                " 'billing', 60, NULL)"
             )
         connection.execute(sql.SQL("SET ROLE {}").format(member))
         outcome = connection.execute("SELECT outbox.record_end(%s, 'C', 'shop')", [ended.transaction_id]).fetchall()
