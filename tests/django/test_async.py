@@ -96,6 +96,18 @@ def test_a_task_of_an_async_subscriber_is_not_forgotten(is_awaited: bool) -> Non
     assert {key for key, state in decisions().items() if state == "C"} == ({"one-later"} if is_awaited else set())
 
 
+@pytest.mark.usefixtures("no_subscribers")
+def test_a_task_that_an_async_subscriber_has_cancelled_is_not_left_behind() -> None:
+    @subscriber("orders", group="effects")
+    async def effect(given: Delivery) -> None:
+        tasks = [asyncio.create_task(asyncio.sleep(seconds)) for seconds in (0, 60)]
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+
+    assert run([delivery("one")]) == [HANDLED]
+
+
 def test_in_a_coroutine_publish_names_the_async_function(path: str) -> None:
     async def handler() -> None:
         publish("orders", {})

@@ -59,7 +59,7 @@ def run(
         for item in registry.subscribers()
         if item.subscription.group == "slow" and item.subscription.topic == given.topic
     )
-    invoker = HandlerInvoker(lease_seconds=lease_seconds)
+    invoker = HandlerInvoker(lease_seconds=lease_seconds, has_generations=True)
     return invoker.claim(registered.subscription, registered.handler, given, claimed, generation=generation)
 
 

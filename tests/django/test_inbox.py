@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sqlite3
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery, Message
@@ -49,7 +50,7 @@ def effects(alias: str = "default") -> list[str]:
 def run(deliveries: Sequence[Delivery], *, generation: int = 1, lease_seconds: float = 10.0) -> list[Any]:
     """Hand deliveries to the registered subscriber of group `effects`."""
     registered = next(item for item in registry.subscribers() if item.subscription.group == "effects")
-    invoker = InboxInvoker(lease_seconds=lease_seconds)
+    invoker = InboxInvoker(lease_seconds=lease_seconds, has_generations=generation > 1)
     return list(invoker(registered.subscription, registered.handler, deliveries, generation=generation))
 
 
@@ -104,8 +105,8 @@ def test_a_restored_generation_skips_what_a_later_one_has_handled(alias: str) ->
 def test_a_batch_of_a_restored_generation_meets_only_what_is_new(alias: str) -> None:
     register(alias, batch=10)
     seen = delivery("seen")
-    assert run([seen], generation=2) == [HANDLED]
-    assert run([delivery("a"), seen, delivery("b")], generation=1) == [HANDLED, SKIPPED, HANDLED]
+    assert run([seen], generation=3) == [HANDLED]
+    assert run([delivery("a"), seen, delivery("b")], generation=2) == [HANDLED, SKIPPED, HANDLED]
     assert effects(alias) == ["a", "b", "seen"]
 
 
@@ -217,6 +218,23 @@ def test_a_commit_without_an_answer_is_no_failed_attempt(is_watched: bool) -> No
     assert isinstance(result, LeaseLost)
     assert run([once]) == [SKIPPED]
     assert effects() == ["one"]
+
+
+def test_a_transaction_that_was_idle_at_its_end_is_a_failed_attempt() -> None:
+    """The server has rolled it back before COMMIT arrived. As an attempt that may have committed, it had no limit."""
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SET LOCAL idle_in_transaction_session_timeout = '20ms'")
+        poll = select.poll()
+        poll.register(connections["default"].connection.fileno(), select.POLLRDHUP)
+        assert poll.poll(20_000), "the server has closed the connection"
+
+    [result] = run([delivery("one")])
+    assert isinstance(result, OperationalError) and "effects='outside'" in str(result)
+    assert effects() == []
 
 
 def test_async_handlers_share_the_transaction_of_the_inbox(alias: str) -> None:

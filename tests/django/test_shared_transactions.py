@@ -57,13 +57,16 @@ def share(*given: Delivery) -> tuple[list[Any], Waiting]:
     """Hand deliveries to the subscriber of group `effects`, all but the first as waiting calls."""
     registered = next(item for item in registry.subscribers() if item.subscription.group == "effects")
     more = Waiting(given[1:])
-    results = InboxInvoker().share(registered.subscription, registered.handler, given[0], more, generation=1)
+    results = InboxInvoker(has_generations=True).share(
+        registered.subscription, registered.handler, given[0], more, generation=1
+    )
     return list(results), more
 
 
 def alone(given: Delivery, *, generation: int = 1) -> Any:
     registered = next(item for item in registry.subscribers() if item.subscription.group == "effects")
-    [result] = InboxInvoker()(registered.subscription, registered.handler, [given], generation=generation)
+    invoker = InboxInvoker(has_generations=generation > 1)
+    [result] = invoker(registered.subscription, registered.handler, [given], generation=generation)
     return result
 
 

@@ -28,7 +28,7 @@ from outbox.broker.consumer.scheduler import Calls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
-from outbox.errors import HandlerTimedOut, KillsItsProcess
+from outbox.errors import HandlerTimedOut, KillsItsProcess, LeaseLost
 from outbox.ports import ClaimedElsewhere
 
 # If the attempt with a message may not begin, the message waits for one of these times (seconds). The first constant
@@ -188,7 +188,8 @@ class QuarantineRunner:
         self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]
     ) -> Callable[[Executor], None]:
         group, log_ids, items = work.subscribed.group, _log_ids(work), work.items
-        hangs = [result for result in results if isinstance(result, HandlerTimedOut)] if work.abandoned else []
+        # A call that timed out during its COMMIT has the result LeaseLost.
+        hangs = [one for one in results if isinstance(one, (HandlerTimedOut, LeaseLost))] if work.abandoned else []
         is_undecided = all(
             result is NOT_STARTED or isinstance(result, (Postponed, ClaimedElsewhere)) for result in results
         )

@@ -238,6 +238,10 @@ def _tell(failed: Failed, listener: given_up.Listener) -> None:
         )
 
 
+# A COMMIT that ends its session each time must not be tried for ever: an attempt after these counts.
+_MOST_UNCOUNTED: Final = 20
+
+
 def _judge(failed: Failed) -> FailurePlan:
     item, error = failed.item, failed.error
     if isinstance(error, TimedOut):
@@ -245,9 +249,9 @@ def _judge(failed: Failed) -> FailurePlan:
     if isinstance(error, KillsItsProcess):
         # The error rules of the subscription do not apply, because the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
-    if isinstance(error, LeaseLost):
-        # The fence has stopped this attempt, so the handler has not failed. If this process still holds the lease, it
-        # tries the message again soon.
+    if isinstance(error, LeaseLost) and item.in_place < _MOST_UNCOUNTED:
+        # The fence has stopped this attempt, or it may have committed, so the handler has not failed. If
+        # this process still holds the lease, it tries the message again soon.
         return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
@@ -622,7 +626,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
         outage.succeeded(time.monotonic())
-        booked.failed += [Failed(work.subscribed, item, error) for item, error in errors]
+        _book_each(work, errors, booked)
     elif errors:
         _book_failure(work, errors, outage, booked)
     return booked
@@ -655,7 +659,7 @@ def _book_failure(
     if any(other is not error for _, other in called) or isinstance(error, (LeaseLost, KillsItsProcess)):
         # The handler gave a separate error for each message, the fence stopped the call, or a message kills its
         # process.
-        booked.failed += [Failed(work.subscribed, item, other) for item, other in called]
+        _book_each(work, called, booked)
         return
     until = _outage(work, items, error, outage)
     if until is not None:
@@ -673,6 +677,15 @@ def _book_failure(
         divide(items, (len(items) + 1) // 2)
         for item in items:
             _keep(item, 0.0, booked)
+
+
+def _book_each(work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], booked: CallOutcome) -> None:
+    """Book an error for each message. A message whose handling could not begin waits, and has no failed attempt."""
+    for item, error in errors:
+        if isinstance(error, HandlerNotStarted):
+            _keep(item, time.monotonic() + max(1.0, work.subscribed.subscription.suspend_seconds), booked)
+        else:
+            booked.failed.append(Failed(work.subscribed, item, error))
 
 
 def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseException, outage: Outage) -> float | None:

@@ -214,6 +214,32 @@ def test_a_requested_pause_lasts_its_full_time() -> None:
 # -- before the handler has started -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_what_cannot_begin_beside_others_uses_up_no_attempt(orders: ConsumptionBench, is_partial: bool) -> None:
+    """Of a batch, one body cannot be read now. Its errors are objects of their own, also if nothing was handled."""
+    tries: Counter[int] = Counter()
+    back = threading.Event()
+
+    def invoke(
+        subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Disposition | Exception]:
+        results: list[Disposition | Exception] = []
+        for number in numbers(deliveries):
+            tries[number] += 1
+            is_away = (number == 0 or not is_partial) and not back.is_set()
+            results.append(HandlerNotStarted(f"no body of {number}") if is_away else Disposition.HANDLED)
+        return results
+
+    orders.publish(messages(4))
+    policy = RetryPolicy(delays_seconds=[0.02], max_attempts=1)
+    with orders.running((subscribe(batch=10, retry=policy), World()), invoker=invoke):
+        eventually(lambda: tries[0] > 2)
+        assert orders.rows("SELECT 1 FROM outbox.failure") == []
+        back.set()
+        eventually(lambda: orders.lag("g") == 0)
+    assert dead_letters.list_dead_letters(orders.run) == []
+
+
 @pytest.mark.parametrize("batch", [1, 10])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_what_fails_before_the_handler_uses_up_no_attempt(orders: ConsumptionBench, mode: Mode, batch: int) -> None:

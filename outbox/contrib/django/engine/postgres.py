@@ -59,7 +59,9 @@ class PostgresEngine(Engine):
 
         settings = self.settings
         database = broker_database(settings)
-        invoker = HandlerInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields)
+        invoker = HandlerInvoker(
+            lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields, has_generations=True
+        )
         return ConsumerRuntime(
             database,
             wanted,

@@ -919,7 +919,9 @@ def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator
 def _lock_declared_keys(
     connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], *, is_atomic: bool = False
 ) -> None:
-    """Lock the FIFO keys of topics as the settings declare them, or as the broker has them. Raises UnknownTopic.
+    """Lock the FIFO keys of topics as the settings declare them, or as this process has read them last.
+
+    Raises UnknownTopic.
 
     A deployment may have changed a topic in the broker since this process has read its settings. On the atomic path,
     the open transaction may have created a topic. Another connection would wait for its end.

@@ -627,6 +627,13 @@ class InboxEntries:
             ) from rollback_cause(self._connection)
         gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
         if self._short is not None and self.is_whole():
+            if is_ended(self._raw):
+                # COMMIT is not sent, so the attempt has failed. As one that may have committed, it would have no limit.
+                raise OperationalError(
+                    f"the server has ended the session of {name} before COMMIT, and has rolled its effects back. If "
+                    "the handler executed no statement for longer than four fifths of OUTBOX['LEASE_SECONDS'], declare "
+                    "it with @subscriber(…, effects='outside'), which runs it without a transaction."
+                )
             self.is_confirmed = True
             if not self._commit(self._short, deliveries):
                 self.is_confirmed = False
@@ -720,19 +727,27 @@ _looks: Final[dict[tuple[str, str], tuple[int, float, bool]]] = {}
 _LOOK_SECONDS: Final = 1.0
 
 
-def handled_later(
-    connection: BaseDatabaseWrapper, group: str, generation: int, message_ids: Collection[UUID]
-) -> set[UUID]:
-    """Return those of `message_ids` that the group has handled in a later generation.
+def look_for_later(connection: BaseDatabaseWrapper, group: str, generation: int) -> None:
+    """Find out whether the inbox has rows of a later generation, unless this process has looked within a second.
 
-    The broker has such a generation no more if it was restored to before a reset. That takes longer than a second, so
-    the function looks for one only once a second.
+    The broker has such a generation no more if it was restored to before a reset, which takes longer than a second. A
+    call looks before its transaction begins: in MariaDB, a SELECT inside of a REPEATABLE READ transaction would fix
+    what its handler sees.
     """
     look = _looks.get((connection.alias, group))
     if look is None or look[0] != generation or time.monotonic() - look[1] > _LOOK_SECONDS:
         has_later = _next_generation(connection, group, generation) is not None
-        look = _looks[connection.alias, group] = generation, time.monotonic(), has_later
-    return handled(connection, group, list(message_ids), after=generation) if look[2] else set()
+        _looks[connection.alias, group] = generation, time.monotonic(), has_later
+
+
+def handled_later(
+    connection: BaseDatabaseWrapper, group: str, generation: int, message_ids: Collection[UUID]
+) -> set[UUID]:
+    """Return those of `message_ids` that the group has handled in a later generation (`look_for_later`)."""
+    look = _looks.get((connection.alias, group))
+    if look is None or look[0] != generation or not look[2]:
+        return set()
+    return handled(connection, group, list(message_ids), after=generation)
 
 
 def _next_generation(connection: BaseDatabaseWrapper, group: str, after: int) -> int | None:
@@ -749,12 +764,18 @@ class InboxInvoker:
     """Calls Django handlers (ports.Invoker).
 
     The class adds transaction, inbox row and timeouts to each call, and replaces broken connections.
+    `has_generations`: a reset raises the generation of a group, and a restore of the broker may take a reset back.
     """
 
     def __init__(
-        self, *, lease_seconds: float = 10.0, masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({})
+        self,
+        *,
+        lease_seconds: float = 10.0,
+        masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        has_generations: bool = False,
     ) -> None:
         self._lease_seconds = lease_seconds
+        self._has_generations = has_generations
         self._masked_fields = masked_fields
 
     def __call__(
@@ -811,6 +832,7 @@ class InboxInvoker:
                 deliveries,
                 generation,
                 self._lease_seconds,
+                self._has_generations,
                 more,
                 joined,
             )
@@ -844,6 +866,7 @@ class _Call:
     deliveries: Sequence[Delivery]
     generation: int
     lease_seconds: float
+    has_generations: bool
     more: MoreCalls | None
     joined: list[Delivery]
     # The context variables before the handler changes them.
@@ -874,6 +897,8 @@ class _Call:
         failed: dict[UUID, Exception] = {}
         shared: SharedTransaction | None = None
         try:
+            if self.has_generations:
+                look_for_later(connection, self.subscription.group, self.generation)
             with transaction.atomic(using=connection.alias):
                 entered = inbox.enter(
                     self.deliveries,

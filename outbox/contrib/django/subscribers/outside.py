@@ -39,6 +39,7 @@ from outbox.contrib.django.subscribers.inbox import (
     end_session,
     error_after_commit,
     handler_alias,
+    look_for_later,
     one_writer,
     refresh_connections,
 )
@@ -378,6 +379,8 @@ class HandlerInvoker(InboxInvoker):
             require_claims(connection)
             point("claim.before_take")
             with one_writer(connection):
+                if self._has_generations:
+                    look_for_later(connection, claim.group, claim.generation)
                 taken = claims.take(connection, claim)
         except Exception as error:
             end_session(connection)

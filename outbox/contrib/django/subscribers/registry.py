@@ -264,7 +264,8 @@ def _to_its_end(function: Callable[..., Any], name: str) -> Callable[[Any], Coro
     async def run(given: Any) -> Any:
         is_own_loop = len(asyncio.all_tasks()) == 1
         result = await function(given)
-        if is_own_loop and len(tasks := asyncio.all_tasks()) > 1:
+        # A task that the handler has cancelled has no work left.
+        if is_own_loop and len(tasks := [one for one in asyncio.all_tasks() if not one.cancelling()]) > 1:
             raise TransactionUsageError(
                 f"{name} returned before {len(tasks) - 1} of its tasks were done, so asyncio would cancel them, and "
                 "their writes and messages would be missing. The transaction was rolled back. Await the tasks, for "
