@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from outbox.errors import (
     ConfigurationError,
     HandlerNotStarted,
     KillsItsProcess,
+    LeaseLost,
     NeedsNewerCode,
     ServiceUnavailable,
     UndecodableBody,
@@ -291,7 +292,7 @@ class _Poller:
         with self._lock:
             self._held.update({id(wire): Extended(wire, attempt) for wire in received})
         try:
-            if held := [one for wire in received if (one := self._decoded(wire, attempt)) is not None]:
+            if held := list(self._all_decoded(received, attempt)):
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
         except Exception as error:
@@ -304,8 +305,22 @@ class _Poller:
             for wire in received:
                 self._release(wire)
 
+    def _all_decoded(self, received: Sequence[Any], attempt: Attempt) -> Iterator[_Held]:
+        for wire in received:
+            try:
+                held = self._decoded(wire, attempt)
+            except HandlerNotStarted:
+                # This process stops. The message and the later ones, which may have its key, stay unacknowledged, so
+                # the server delivers them again in their order.
+                return
+            if held is not None:
+                yield held
+
     def _decoded(self, wire: Any, attempt: Attempt) -> _Held | None:
-        """Decode a message. If the message needs no handler, release it and return None."""
+        """Decode a message. If the message needs no handler, release it and return None.
+
+        Raises HandlerNotStarted if this process stops while the message waits for its body.
+        """
         try:
             message = from_wire(wire)
         except Exception as error:
@@ -317,20 +332,18 @@ class _Poller:
             # failure.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
-        if self._is_timed_out(message):
-            logger.info("group %r: message %s is timed out", self._subscription.group, message.message_id)
-            self._quietly(wire, partial(self._consumer.ack, wire))
+        if self._is_over(wire, message):
             return None
         if not self._filter.evaluate(message.tag, message.headers):
             self._quietly(wire, partial(self._consumer.ack, wire))
             return None
         try:
             body = self._body(message, attempt)
-        except HandlerNotStarted:
-            # This process stops. The message stays unacknowledged, so the server delivers it again.
-            return None
         except UndecodableBody as error:
             self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
+            return None
+        # The message may have waited for its body.
+        if self._is_over(wire, message):
             return None
         return _Held(wire, self._delivery(message, body, wire))
 
@@ -353,6 +366,14 @@ class _Poller:
                 if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                     raise
                 attempt.begin()
+
+    def _is_over(self, wire: Any, message: Message) -> bool:
+        """Acknowledge the message if its time limit is over, and return whether it is."""
+        if not self._is_timed_out(message):
+            return False
+        logger.info("group %r: message %s is timed out", self._subscription.group, message.message_id)
+        self._quietly(wire, partial(self._consumer.ack, wire))
+        return True
 
     def _is_timed_out(self, message: Message) -> bool:
         """Whether the time limit of the message is over, by this machine's clock.
@@ -421,7 +442,8 @@ class _Poller:
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = error_line(error)
-        if _is_away(error):
+        if _is_away(error) or isinstance(error, LeaseLost):
+            # With LeaseLost, the attempt may have committed: the inbox of the next one knows.
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
             logger.error("group %r gives up %s after attempt %d: %s", subscription.group, what, attempt, text)

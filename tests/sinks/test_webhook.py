@@ -105,6 +105,14 @@ def test_a_content_type_that_http_does_not_allow_is_refused_for_good(content_typ
         assert hook.send([outgoing()]) == [None], "the control: the endpoint takes other messages"
 
 
+@pytest.mark.parametrize("value", ["Bearer abc\n", " Bearer abc", "Bearer\r\nx: y", "Bearer \0"])
+def test_a_header_that_http_does_not_allow_is_an_error_of_the_settings(value: str) -> None:
+    """Each message would be rejected, with the secret in its error."""
+    with pytest.raises(ConfigurationError, match="'Authorization'") as error:
+        sink(1, headers={"Authorization": value})
+    assert "abc" not in str(error.value)
+
+
 @pytest.mark.parametrize("status", [408, 500, 504])
 def test_tried_again(status: int) -> None:
     assert isinstance(outcome(Answer(status)), NotAcknowledged)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ Format = Callable[[Delivery, str], Outgoing]
 
 # A rejected message is sent again at this interval, because the application at the endpoint may have been corrected.
 SUSPEND_SECONDS: Final = 5.0
+# If the storage of large bodies takes longer to fail, the other bodies of the call are not asked for.
+_SLOW_SECONDS: Final = 1.0
 # ValueError includes UnicodeError.
 _ABOUT_DATA: Final = (ValueError, TypeError, LookupError, ArithmeticError, struct.error)
 
@@ -87,11 +90,11 @@ class Forwarder:
         deliveries = [one for one in ([given] if isinstance(given, Delivery) else given) if not one.erased]
         lines = _lines(deliveries)
         failed: dict[UUID, Exception] = {}
+        away: HandlerNotStarted | None = None
         while lines:
             wave = [line.popleft() for line in lines]
             first = len(failed) == 0 and len(wave) + _waiting(lines) == len(deliveries)
-            away = next((error for error in failed.values() if isinstance(error, HandlerNotStarted)), None)
-            errors = self._send(wave, first=first, away=away)
+            errors, away = self._send(wave, first=first, away=away)
             for line, delivery, error in zip(lines, wave, errors, strict=True):
                 if error is not None:
                     failed[delivery.message_id] = error
@@ -102,22 +105,27 @@ class Forwarder:
 
     def _send(
         self, wave: Sequence[Delivery], *, first: bool, away: HandlerNotStarted | None
-    ) -> Sequence[Exception | None]:
-        """Send deliveries that all have different keys. Raises LeaseLost if this process no longer owns the queue.
+    ) -> tuple[Sequence[Exception | None], HandlerNotStarted | None]:
+        """Send deliveries that all have different keys. Return an error or None for each, and the new `away`.
 
-        `away`: why the storage of large bodies does not answer. Another question could take as long as its timeout.
+        Raises LeaseLost if this process no longer owns the queue.
+
+        `away`: why the storage of large bodies did not answer in time. Another question could take as long.
         """
         fence.check(commits=False)
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
         for place, delivery in enumerate(wave):
+            began = time.monotonic()
             try:
                 if away is not None and delivery.message.content_type == REFERENCE_CONTENT_TYPE:
                     raise away
                 ready.append((place, self._form(self._whole(delivery), self._topic)))
             except HandlerNotStarted as error:
                 # The other messages are sent: what was acknowledged before would be sent again otherwise.
-                errors[place] = away = error
+                errors[place] = error
+                if time.monotonic() - began > _SLOW_SECONDS:
+                    away = error
             except (ValueError, TypeError, UndecodableBody) as error:
                 errors[place] = Rejected(
                     f"message {delivery.message_id} cannot be written in this format: {shown_text(error)}"
@@ -131,7 +139,7 @@ class Forwarder:
         for (place, _), result in zip(ready, results, strict=True):
             errors[place] = result
         point("forward.after_acknowledgement")
-        return errors
+        return errors, away
 
     def _whole(self, delivery: Delivery) -> Delivery:
         """Return the delivery with its large body. Raises MissingBody, ValueError or HandlerNotStarted."""

@@ -71,6 +71,13 @@ class WebhookSink:
             raise ConfigurationError(f"webhook {self._url.host}: secrets must be a list of at least one whsec_… text.")
         self._keys = [signatures.secret_bytes(secret) for secret in secrets]
         self._headers = dict(headers or {})
+        for name, value in self._headers.items():
+            if value != value.strip() or not value.isprintable():
+                # The text does not contain the value, which may be a secret.
+                raise ConfigurationError(
+                    f"webhook {self._url.host}: the value of the header {name!r} begins or ends with a space, or "
+                    "contains a character that HTTP does not allow, such as the end of a line. Remove it."
+                )
         self._clock = clock
         self._client = httpx.Client(
             transport=PinnedTransport(allow_private=allow_private, ca_file=ca_file, connections=64),
