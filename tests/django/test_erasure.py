@@ -295,6 +295,26 @@ def test_the_row_of_a_task_is_erased_by_its_key_when_its_message_is_gone() -> No
     assert [one.args for one in TaskEntry.objects.filter(pk__in=[mine.pk, other.pk]).order_by("pk")] == [[], [MARK]]
 
 
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_the_row_of_a_task_is_erased_again_by_the_fingerprint_of_its_key(
+    outbox_settings: Callable[..., None], tmp_path: Path, is_undone: bool
+) -> None:
+    """The list has no keys. Another service, or a restore, has a row whose message retention has removed."""
+    outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
+    now = timezone.now()
+    values: dict[str, Any] = {"backend": "default", "queue_name": "default", "task_path": "t", "args": [MARK]}
+    with new_world(outbox_settings):
+        task = TaskEntry.objects.create(**values, enqueued_at=now, announced_at=now, kwargs={}, message_id=uuid4())
+        other = TaskEntry.objects.create(**values, enqueued_at=now, announced_at=now, kwargs={}, message_id=uuid4())
+        erase(TOPIC, "--key", str(task.pk), "--reason", "request 20")
+        TaskEntry.objects.filter(pk=task.pk).update(args=[MARK])
+        if is_undone:
+            ErasureEntry._base_manager.all().delete()
+        repeat_erasures()
+        assert TaskEntry.objects.get(pk=task.pk).args == ([] if is_undone else [MARK])
+        assert TaskEntry.objects.get(pk=other.pk).args == [MARK]
+
+
 def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
     """A new table must be added to `_TABLES`, or here if it can never contain personal data."""
     names = ("ledger", "ledger_identity", "inbox", "claim", "key_lock")

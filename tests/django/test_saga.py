@@ -209,6 +209,7 @@ def test_an_erasure_of_its_messages_erases_the_reason_of_an_undone_saga(hotel: S
     scope = Scope(topic="bookings", message_ids=(), transaction_ids=(), key=key, replacement=None, texts=())
     other = replace(scope, key=f"{key}1")
     assert saga.erase_reasons(SagaProgress.objects.all(), other) == 0
+    assert saga.erase_reasons(SagaProgress.objects.all(), replace(scope, topic="others")) == 0, "a key has a topic"
     # Retention may have removed the messages from the log, and keeps the saga.
     assert saga.erase_reasons(SagaProgress.objects.all(), scope) == 1
     assert state_of(record) == (SagaState.UNDONE, "reserve_room", "(erased)")

@@ -388,11 +388,20 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         rows.update(_erase_on(alias, scope, erasures))
         if not wanted:
             continue
+
+        def is_wanted(key: str, topic: str = topic, wanted: Mapping[str, Erasure] = wanted) -> bool:
+            return fingerprint(secret, topic, key) in wanted
+
         for model, erase_in in _of_parts():
             names = {field.name for field in model._meta.fields}
-            if "key" not in names or not router.allow_migrate_model(alias, model):
+            if not router.allow_migrate_model(alias, model):
                 continue
             keyed = model._base_manager.using(alias)
+            if "key" not in names:
+                # Such as a task, whose key is computed from its row.
+                of_any = replace(scope, message_ids=(), texts=(), is_listed=is_wanted)
+                rows[f"{alias}.{model._meta.db_table}"] += erase_in(keyed.all(), of_any)
+                continue
             stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
             for key in set(stored.values_list("key", flat=True)):
                 if (one := wanted.get(fingerprint(secret, topic, key))) is not None:

@@ -53,7 +53,7 @@ from outbox.contrib.django.subscribers.callables import is_asynchronous, is_gene
 from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover, register
 from outbox.contrib.saga.models import SagaProgress, SagaState
 from outbox.erased import ERASED_TEXT
-from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.errors import ConfigurationError, InvalidSubscription, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 from outbox.utils.safe_text import shown_text
@@ -447,7 +447,11 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
     moves = Q(state__in=(SagaState.RUNNING, SagaState.UNDOING), changed_at__lt=before)
     late = Q(state=SagaState.WAITING, late_at__lt=before)
     # A process of the role check, or one that shows conditions, may not have imported the modules with the sagas.
-    autodiscover()
+    try:
+        autodiscover()
+    except (ConfigurationError, InvalidSubscription) as error:
+        # The other conditions must be shown all the same.
+        logger.warning("sagas may be missing: %s", shown_text(error))
     # Read only databases with records of declared sagas. The database of a former broker has no table for sagas.
     for alias in sorted({saga._alias for saga in _sagas.values()}):
         by_group: dict[str, list[SagaProgress]] = defaultdict(list)
@@ -463,6 +467,11 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
                     yield one, where
 
 
+def _topic_of(saga: str) -> str | None:
+    declared = _sagas.get(saga)
+    return None if declared is None else declared.topic
+
+
 def erase_reasons(rows: Rows, scope: Scope) -> int:
     """Replace the reasons of sagas that belong to an erased message or key, or mention an erased text."""
     return saved(
@@ -470,7 +479,7 @@ def erase_reasons(rows: Rows, scope: Scope) -> int:
         lambda row: (
             row.message_id in scope.message_ids
             # Retention removes the messages of a saga before its row.
-            or scope.key == f"{row.saga}/{row.record}"
+            or (scope.is_key(f"{row.saga}/{row.record}") and _topic_of(row.saga) in (scope.topic, None))
             or scope.mentions(row.reason)
         ),
         lambda row: {"reason": ERASED_TEXT},

@@ -86,7 +86,7 @@ def erase_calls(rows: Rows, scope: Scope) -> int:
         values = {name: getattr(row, name) for name in empty}
         linked = (
             row.message_id in scope.message_ids
-            or str(row.pk) == scope.key
+            or scope.is_key(str(row.pk))
             or scope.mentions(json.dumps(values, ensure_ascii=False))
         )
         return linked and values != empty
@@ -98,7 +98,7 @@ def erase_calls(rows: Rows, scope: Scope) -> int:
     # The key of a task's messages is its id. Retention removes the messages before the row.
     tasks = [scope.key] if scope.key is not None and _is_uuid(scope.key) else []
     mine = rows.filter(Q(message_id__in=scope.message_ids) | Q(pk__in=tasks))
-    return saved(rows if scope.texts else mine, is_about, erased)
+    return saved(rows if scope.texts or scope.is_listed else mine, is_about, erased)
 
 
 def _is_uuid(text: str) -> bool:

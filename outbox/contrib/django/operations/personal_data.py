@@ -27,6 +27,12 @@ class Scope:
     key: str | None
     replacement: str | None
     texts: Sequence[str]
+    # Whether a key is that of a repeated erasure, whose list has only its fingerprint.
+    is_listed: Callable[[str], bool] | None = None
+
+    def is_key(self, text: str) -> bool:
+        """Whether the removal is about this key."""
+        return text == self.key or (self.is_listed is not None and self.is_listed(text))
 
     def mentions(self, text: str) -> bool:
         """Whether a text contains one of the texts."""
