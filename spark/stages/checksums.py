@@ -215,8 +215,8 @@ class _Checksums:
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
         inside = f"({' AND '.join(self._inside('r.row_time'))})"
         if self._window.since is not None:
-            # The row of an effect that came long after it is in no bucket of the window, so the bucket will differ.
-            inside += f" OR (r.row_time < {sql.moment(self._window.since)} AND ({late}))"
+            # Such a row is in no bucket of the window, so its bucket will differ, and the row is read.
+            inside += f" OR r.row_time < {sql.moment(self._window.since)}"
         joined = sql.step(
             ["r.row_time AS at", f"{values.hashed(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
             f"(SELECT {sql.expression(group.key or '')} AS effect_key, "

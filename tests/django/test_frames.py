@@ -173,6 +173,6 @@ def test_a_message_in_the_worker(path: str) -> None:
             stop.set()
             consumer.join(30)
     # It was 758 (atomic) and 782 (two-phase) before a step of the dispatching thread looked only at what had changed,
-    # 669 before a feature that is off cost no frame, 511 before a tick told its own process what has grown, and 475 before
-    # a round trip reused its adapters.
+    # 669 before a feature that is off cost no frame, 511 before a tick told its own process what has grown, and 475
+    # before a round trip reused its adapters.
     assert found <= 455

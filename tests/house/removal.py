@@ -5,7 +5,7 @@ python -m tests.house.removal saga tasks --suite  and the core's suite, in a cop
 python -m tests.house.removal --all               a copy for each part that can be taken out
 python -m tests.house.removal --turn              a copy without two parts, others after each commit
 python -m tests.house.removal --together --suite  a copy without any part: the core alone passes its suite
-python -m tests.house.removal --together --half   as before, with half of the suite, the other one after the next commit
+python -m tests.house.removal --together --half   as before, with one half of the suite: the commit's hash says which
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def in_turn(parts: Sequence[Part], turn: int) -> list[Part]:
 
 
 def left_to_the_next(files: Iterable[str], turn: int) -> list[str]:
-    """One half of these files, the other one with the next turn."""
+    """One half of these files; the other one for an odd instead of an even turn."""
     return [file for file in files if zlib.crc32(file.encode()) % 2 != turn % 2]
 
 
@@ -217,20 +217,20 @@ def main() -> None:
     parser.add_argument("--turn", action="store_true", help="two parts, by the number of commits")
     parser.add_argument("--together", action="store_true", help="all parts, in one copy")
     parser.add_argument("--suite", action="store_true", help="also run the quick tests of the core in the copy")
-    parser.add_argument("--half", action="store_true", help="also run one half of them, by the number of commits")
+    parser.add_argument("--half", action="store_true", help="also run one half of them, by the hash of the commit")
     parser.add_argument("--workers", type=int, default=4, help="of pytest")
     given = parser.parse_args()
     sets = [[part for part in PARTS if part.name in given.parts]] if given.parts else []
     if given.all:
         sets += [[part] for part in PARTS]
-    turn = int(_git("rev-list", "--count", "HEAD")) if given.turn or given.half else 0
     if given.turn:
-        sets.append(in_turn(PARTS, turn))
+        sets.append(in_turn(PARTS, int(_git("rev-list", "--count", "HEAD"))))
     if given.together:
         sets.append(list(PARTS))
     try:
         for parts in sets:
-            half = turn if given.half else None
+            # If each change had two commits, their number would always choose the same half.
+            half = int(_git("rev-parse", "HEAD"), 16) if given.half else None
             prove(parts, suite=given.suite or given.half, half=half, workers=given.workers)
     except NotRemovable as error:
         sys.exit(str(error))
