@@ -400,7 +400,8 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
             if "key" not in names:
                 # Such as a task, whose key is computed from its row.
                 of_any = replace(scope, message_ids=(), texts=(), is_listed=is_wanted)
-                rows[f"{alias}.{model._meta.db_table}"] += erase_in(keyed.all(), of_any)
+                if count := erase_in(keyed.all(), of_any):
+                    rows[f"{alias}.{model._meta.db_table}"] += count
                 continue
             stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
             for key in set(stored.values_list("key", flat=True)):

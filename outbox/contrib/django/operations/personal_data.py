@@ -27,7 +27,7 @@ class Scope:
     key: str | None
     replacement: str | None
     texts: Sequence[str]
-    # Whether a key is that of a repeated erasure, whose list has only its fingerprint.
+    # Says whether a key is meant, if only a hash of the key is known.
     is_listed: Callable[[str], bool] | None = None
 
     def is_key(self, text: str) -> bool:
