@@ -170,10 +170,16 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
         return source.read_keys([(each, named) for each in selections])
 
     wanted = _tables(prepared, sources, detailed=True)
-    # A row without a time is not judged, but the finding about its message must not say that there is no row.
-    rows, *others = wanted.tables[0][1]
-    wanted.tables[0] = (wanted.tables[0][0], [replace(rows, time=None), *others])
+    # A row without a time is not judged, but the finding about its message must not say that there is no row. An effect
+    # without a time happened, and a remedy must not let it happen again.
+    wanted = _Tables(_of_any_time(wanted.tables), _of_any_time(wanted.by_message), wanted.broker)
     return _key_sides(prepared, sources, wanted, read, read_by_id)
+
+
+def _of_any_time(
+    tables: list[tuple[DataSource, list[TableSelection]]],
+) -> list[tuple[DataSource, list[TableSelection]]]:
+    return [(source, [replace(each, time=None) for each in selections]) for source, selections in tables]
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:

@@ -46,6 +46,16 @@ def move_boundary(reconcile: Reconciler, to: datetime) -> None:
     path.write_text(json.dumps(result))
 
 
+@pytest.mark.slow
+def test_an_effect_without_a_time_happened(reconcile: Reconciler, world: World) -> None:
+    """The remedy of an UNDELIVERED would let it happen again."""
+    reconcile.rules(groups=("cart",))
+    world.add(Order(number=1), Order(number=2))
+    world.app.execute("ALTER TABLE cart_clearance ALTER created_at DROP NOT NULL")
+    world.app.execute("UPDATE cart_clearance SET created_at = NULL WHERE order_id = 1")
+    assert reconcile.findings(reconcile.run()) == []
+
+
 @pytest.mark.soak
 def test_keys_of_19_digits_and_what_comes_to_an_older_row(reconcile: Reconciler, world: World) -> None:
     """Keys as snowflake ids are, up to the greatest bigint. Some rows were judged before a second message, a second
