@@ -22,12 +22,13 @@ from outbox import hooks
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import commit_log
 from outbox.contrib.console.urls import LISTED
-from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, by_name
 from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.contrib.forwarding.settings import SINKS
+from outbox.errors import ConfigurationError
 from outbox.subscription import Subscription
 from tests.test_conformance import functions
 
@@ -244,3 +245,11 @@ def test_every_option_of_a_subscription_can_be_given_to_subscriber() -> None:
     more = {"tag", "idempotent", "using", "further"}
     given = (set(inspect.signature(subscriber).parameters) | set(_OPTIONS)) - more
     assert given == {item.name for item in dataclasses.fields(Subscription)}
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    """The action declared first would not exist, without a word."""
+    letters = LISTINGS["letters"]
+    assert by_name([letters, letters]) == {"letters": letters}
+    with pytest.raises(ConfigurationError, match="another name"):
+        by_name([letters, dataclasses.replace(letters)])

@@ -6,11 +6,11 @@ decision 197.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Final
+from typing import Final, TypeVar
 
 from outbox import hooks
 from outbox.contrib.django import actions
@@ -19,14 +19,30 @@ from outbox.contrib.django.actions.listing import Listing
 from outbox.contrib.django.settings.conf import EngineName, get_settings
 from outbox.errors import ConfigurationError
 
+_Declared = TypeVar("_Declared", DeclaredAction, Listing)
+
 # Each module of the folder declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _MODULES: Final = (*(f"{actions.__name__}.{one.name}" for one in iter_modules(actions.__path__)), *hooks.actions)
 _DECLARED: Final = [one for module in map(import_module, _MODULES) for one in vars(module).values()]
 
-ACTIONS: Final[Mapping[str, DeclaredAction]] = {one.name: one for one in _DECLARED if isinstance(one, DeclaredAction)}
+
+def by_name(declared: Iterable[_Declared]) -> dict[str, _Declared]:
+    """Return actions or listings by their names. Raises ConfigurationError if two have one name."""
+    found: dict[str, _Declared] = {}
+    for one in declared:
+        # A module may import a declaration of another one.
+        if found.setdefault(one.name, one) is not one:
+            raise ConfigurationError(
+                f"{found[one.name].command!r} and {one.command!r} are both declared with the name {one.name!r}: one of "
+                "them would not exist. Give one another name."
+            )
+    return found
+
+
+ACTIONS: Final[Mapping[str, DeclaredAction]] = by_name(one for one in _DECLARED if isinstance(one, DeclaredAction))
 # Other engines have listings of the same names.
 _EVERY: Final = [one for one in _DECLARED if isinstance(one, Listing)]
-LISTINGS: Final[Mapping[str, Listing]] = {one.name: one for one in _EVERY if one.engine == EngineName.POSTGRES}
+LISTINGS: Final[Mapping[str, Listing]] = by_name(one for one in _EVERY if one.engine == EngineName.POSTGRES)
 
 
 def buttons(place: str, subject: object = None) -> Iterator[Button | str]:

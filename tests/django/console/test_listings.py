@@ -36,6 +36,10 @@ def cells_of(page: str, label: str) -> list[str]:
     return [unescape(strip_tags(one)) for one in found]
 
 
+# Other tests read these listings of parts with rows.
+WITHOUT_ROWS = {"findings", "relay", "edited", "schedules"}
+
+
 def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: World, operator: Client) -> None:
     world.subscribe("mail")
     world.publish(2)
@@ -61,7 +65,8 @@ def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: Worl
             for one in listing.on(PAGE, {"group": None}) if rows else ():
                 assert one.style == "head" or len(cells_of(page, one.label)) == len(rows), one.label
     ForwardEndpoint.objects.all().delete()
-    assert {"letters", "undecided", "workers", "endpoints", "queues", "messages"} <= set(seen)
+    # A listing without rows is not checked: add rows of a new one above.
+    assert {one.name for one in LISTINGS.values() if one.command} - set(seen) <= WITHOUT_ROWS
 
 
 def test_a_state_selects_the_same_rows_in_the_command_and_on_the_page(world: World, operator: Client) -> None:
