@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -384,25 +385,25 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         wanted = {one.value: one for one in erasures if one.kind == "key"}
         ids = [UUID(one.value) for one in erasures if one.kind == "message"]
         texts = sorted(keys.get(topic, ()))
-        scope = Scope(topic=topic, message_ids=ids, transaction_ids=(), key=None, replacement=None, texts=texts)
+        # For a row whose key is computed, such as a task.
+        is_listed = partial(_is_listed, secret, topic, wanted) if wanted else None
+        scope = Scope(
+            topic=topic,
+            message_ids=ids,
+            transaction_ids=(),
+            key=None,
+            replacement=None,
+            texts=texts,
+            is_listed=is_listed,
+        )
         rows.update(_erase_on(alias, scope, erasures))
         if not wanted:
             continue
-
-        def is_wanted(key: str, topic: str = topic, wanted: Mapping[str, Erasure] = wanted) -> bool:
-            return fingerprint(secret, topic, key) in wanted
-
         for model, erase_in in _of_parts():
             names = {field.name for field in model._meta.fields}
-            if not router.allow_migrate_model(alias, model):
+            if "key" not in names or not router.allow_migrate_model(alias, model):
                 continue
             keyed = model._base_manager.using(alias)
-            if "key" not in names:
-                # Such as a task, whose key is computed from its row.
-                of_any = replace(scope, message_ids=(), texts=(), is_listed=is_wanted)
-                if count := erase_in(keyed.all(), of_any):
-                    rows[f"{alias}.{model._meta.db_table}"] += count
-                continue
             stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
             for key in set(stored.values_list("key", flat=True)):
                 if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
@@ -411,6 +412,10 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
                     )  # fmt: skip
                     rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
     return rows
+
+
+def _is_listed(secret: str, topic: str, wanted: Container[str], key: str) -> bool:
+    return fingerprint(secret, topic, key) in wanted
 
 
 def _aware(moment: datetime) -> datetime:
