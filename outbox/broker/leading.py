@@ -158,7 +158,7 @@ class Leader:
         """
         now = time.monotonic()
         self._decided |= decided
-        if now < max(self._rests_until, self._gathers_until if self._decided else self._look_at):
+        if now < self._act_at():
             return None
         after = after if self._decided else None
         self._decided = False
@@ -186,8 +186,7 @@ class Leader:
 
     def wait_seconds(self) -> float:
         """Return how many seconds the caller may wait for a notification before it must call `lead` again."""
-        act_at = max(self._rests_until, self._gathers_until if self._decided else self._look_at)
-        return max(0.0, act_at - time.monotonic())
+        return max(0.0, self._act_at() - time.monotonic())
 
     @property
     def is_gathering(self) -> bool:
@@ -214,6 +213,9 @@ class Leader:
             self.interrupted(join=join)
             self._lease.release(run.connection)
         self.note.worked()
+
+    def _act_at(self) -> float:
+        return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
     def _tick(self, run: Executor, after: AfterTick | None) -> tuple[TickCounts, float, float]:
         """Make one tick and record its duration. After a collision, check the leader lease again.
