@@ -58,8 +58,8 @@ test: $(STAMP) ## Every guarantee, on real servers and processes (PART=saga: the
 	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4 $$tests
 
 # Without each part (CI: without two of them, others after each commit): imports, checks, the quick start, types. Without
-# any part: the core's suite (CI: one half of it, which the commit chooses). It uses no part, so this says as much as a copy for
-# each part would.
+# any part: the core's suite (CI: one half of it, which the commit chooses). It uses no part, so this says as much as a
+# copy for each part would.
 removal: $(STAMP) ## The core without its parts (PART=saga: without this one; TURN=1: what is the turn of this commit)
 	$(if $(PART),,$(BIN)/python -m tests.house.removal $(if $(TURN),--turn,--all))
 	$(BIN)/python -m tests.house.removal $(if $(PART),'$(PART)',--together) $(if $(TURN),--half,--suite) --workers $(WORKERS)

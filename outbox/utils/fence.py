@@ -26,8 +26,8 @@ _committing: ContextVar[Callable[[bool], None] | None] = ContextVar("outbox_fenc
 def check(*, commits: bool = True) -> None:
     """Raise LeaseLost if the caller's attempt no longer counts. Outside a consumer, do nothing.
 
-    If the caller does not commit next, it passes `commits=False`: once an attempt commits, nobody but its inbox can say
-    whether it has failed.
+    If the caller does not commit next, it passes `commits=False`: once an attempt commits, only its inbox knows whether
+    it has failed.
     """
     committing = _committing.get()
     if commits and committing is not None:

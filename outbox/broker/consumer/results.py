@@ -250,8 +250,8 @@ def _judge(failed: Failed) -> FailurePlan:
         # The error rules of the subscription do not apply, because the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
     if isinstance(error, LeaseLost) and item.in_place < _MOST_UNCOUNTED:
-        # The fence has stopped this attempt, or it may have committed, so the handler has not failed. If
-        # this process still holds the lease, it tries the message again soon.
+        # The fence has stopped this attempt, or it may have committed, so the handler has not failed. If this process
+        # still holds the lease, it tries the message again soon.
         return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
