@@ -99,7 +99,9 @@ def test_the_lease_is_taken_from_a_process_that_stands_in(
     assert second.acquire_or_renew(connection) > 0, "they are alike"
     assert leading.acquire_or_renew(connection) == 0.0, "it does not stand in"
     assert another.acquire_or_renew(connection) > 0, "they are alike"
-    assert first.acquire_or_renew(connection) > 0, "it gives up the lease at once: a tick under a lease that is lost would collide"
+    assert first.acquire_or_renew(connection) > 0, (
+        "it gives up the lease at once: a tick under a lease that is lost would collide"
+    )
     leading.release(connection)
     assert first.acquire_or_renew(connection) == 0.0
 

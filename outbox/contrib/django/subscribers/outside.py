@@ -156,8 +156,8 @@ class _Attempt:
         if known is not None and once:
             raise StepOutcomeUnknown(
                 f"{self._name}: an earlier attempt began step {name!r} of message {self._claim.message_id}, and stored "
-                "no result, because its function raised an error or its process died. Because of once=True, the step is "
-                "not repeated. Catch StepOutcomeUnknown, find out from the other system what the step has done, and "
+                "no result, because its function raised an error or its process died. Because of once=True, the step "
+                "is not repeated. Catch StepOutcomeUnknown, find out from the other system what the step has done, and "
                 "continue, or raise PermanentError."
             )
         point("claim.before_step")
