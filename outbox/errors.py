@@ -232,8 +232,9 @@ class ServiceUnavailable(HandlerError):
         self.pause_seconds = pause_seconds
 
 
-class StepInterrupted(HandlerError):
-    """An earlier attempt began this step with once=True, and no result was stored, so its outcome is unknown.
+class StepOutcomeUnknown(HandlerError):
+    """An earlier attempt began this step with once=True, and stored no result: the function raised an error, or the
+    process died. So the outcome is unknown.
 
     The step is not run again. Find out from the other system what the step has done, and continue accordingly.
     """

@@ -42,7 +42,7 @@ from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import COUNT_SECONDS, summaries
 from outbox.broker.sequencer.fifo import NEWEST_PARKED, READ_FIFO, Plan, plan_of, released_by_parking
 from outbox.broker.sequencer.key_order import Key
-from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
+from outbox.broker.sequencer.leader_lease import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
 from outbox.broker.transaction import half_scan
 from outbox.errors import OutboxError
@@ -162,11 +162,11 @@ class Leader:
             return None
         after = after if self._decided else None
         self._decided = False
-        remaining = self._lease.hold(run.connection)
-        if remaining:
+        try_again_in = self._lease.acquire_or_renew(run.connection)
+        if try_again_in:
             self.note.worked()
             self._follow(run)
-            self._look_at = now + min(remaining, self._settings.poll_seconds)
+            self._look_at = now + min(try_again_in, self._settings.poll_seconds)
             return None
         if not self.leads:
             self._take_the_lead(run, now)

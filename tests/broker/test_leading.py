@@ -18,7 +18,7 @@ from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.leading import LeaderSettings, LeadingConsumer, Load
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.broker.supervisor import ChildDeath
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -95,13 +95,15 @@ def test_the_lease_is_taken_from_a_process_that_stands_in(
     second = LeaderLease("outbox", uuid.uuid4(), stands_in=True)
     leading = LeaderLease("outbox", uuid.uuid4())
     another = LeaderLease("outbox", uuid.uuid4())
-    assert first.hold(connection) == 0.0
-    assert second.hold(connection) > 0, "they are alike"
-    assert leading.hold(connection) == 0.0, "it does not stand in"
-    assert another.hold(connection) > 0, "they are alike"
-    assert first.hold(connection) > 0, "it gives up the lease at once: a tick under a lease that is lost would collide"
+    assert first.acquire_or_renew(connection) == 0.0
+    assert second.acquire_or_renew(connection) > 0, "they are alike"
+    assert leading.acquire_or_renew(connection) == 0.0, "it does not stand in"
+    assert another.acquire_or_renew(connection) > 0, "they are alike"
+    assert first.acquire_or_renew(connection) > 0, (
+        "it gives up the lease at once: a tick under a lease that is lost would collide"
+    )
     leading.release(connection)
-    assert first.hold(connection) == 0.0
+    assert first.acquire_or_renew(connection) == 0.0
 
 
 def test_a_consumer_that_leads_needs_no_broker_process(bench: ConsumptionBench) -> None:
@@ -210,10 +212,10 @@ def test_no_process_waits_for_the_lease_of_a_dead_leader(
     database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     owner = uuid.uuid4()
-    assert LeaderLease("outbox", owner, term_seconds=600).hold(connection) == 0.0
+    assert LeaderLease("outbox", owner, term_seconds=600).acquire_or_renew(connection) == 0.0
     left = LastCalls(instance=owner, told_to_stop=False, calls=[])
     deaths.record(database, ChildDeath(child="consumer-1", how="signal SIGKILL", hung=False, left_behind=left))
-    assert LeaderLease("outbox", uuid.uuid4()).hold(connection) == 0.0
+    assert LeaderLease("outbox", uuid.uuid4()).acquire_or_renew(connection) == 0.0
 
 
 # -- real processes -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
 from tests.broker.support import TOPICS, another_consumer, assert_gapless, end, half, message, process, queued_ids
@@ -130,11 +130,11 @@ def test_a_leader_that_ends_is_replaced_at_once(database: BrokerDatabase, connec
 def test_a_lease_is_exclusive_renewed_and_fenced(database: BrokerDatabase, connection: BrokerConnection) -> None:
     first = LeaderLease("outbox", uuid7(), term_seconds=0.5)
     second = LeaderLease("outbox", uuid7(), term_seconds=0.5)
-    assert first.hold(connection) == 0.0
-    remaining = second.hold(connection)
+    assert first.acquire_or_renew(connection) == 0.0
+    remaining = second.acquire_or_renew(connection)
     assert 0 < remaining <= 0.5
-    assert eventually(lambda: second.hold(connection) == 0.0, within_seconds=3)
-    assert first.hold(connection) > 0
+    assert eventually(lambda: second.acquire_or_renew(connection) == 0.0, within_seconds=3)
+    assert first.acquire_or_renew(connection) > 0
     assert connection.execute("SELECT epoch FROM outbox.leader_lease").fetchone() == (2,)
 
 

@@ -13,7 +13,7 @@ import psycopg
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
@@ -50,7 +50,7 @@ class World:
 
     def lead(self) -> None:
         """Hold the leader's lease, as a broker process does, without sequencing."""
-        assert LeaderLease("outbox", uuid4(), term_seconds=600).hold(self.broker) == 0.0
+        assert LeaderLease("outbox", uuid4(), term_seconds=600).acquire_or_renew(self.broker) == 0.0
 
     def limits(self, **pairs: Sequence[float | None]) -> None:
         """Change thresholds."""

@@ -26,7 +26,7 @@ from outbox.errors import (
     InvalidSubscription,
     LeaseLost,
     PermanentError,
-    StepInterrupted,
+    StepOutcomeUnknown,
     TransactionUsageError,
 )
 from outbox.ports import ClaimedElsewhere, Disposition
@@ -629,7 +629,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_key(alias: str) -> None:
 
 def test_a_step_that_may_run_once_is_not_repeated(alias: str) -> None:
     calls: list[str] = []
-    found: list[StepInterrupted] = []
+    found: list[StepOutcomeUnknown] = []
 
     def charge() -> None:
         calls.append("charge")
@@ -639,7 +639,7 @@ def test_a_step_that_may_run_once_is_not_repeated(alias: str) -> None:
     def slow(given: ClaimedDelivery) -> None:
         try:
             given.step("charge", charge, once=True)
-        except StepInterrupted as error:
+        except StepOutcomeUnknown as error:
             found.append(error)
 
     once = delivery()

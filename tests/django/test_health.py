@@ -25,7 +25,7 @@ from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import Sequencer
 from outbox.broker.operations import rules
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
@@ -49,7 +49,7 @@ VIEWS = ["/outbox/status/", *(["/outbox/metrics/"] if has("prometheus") else [])
 def led(databases: None) -> None:
     """A leader ticks."""
     with closing(broker_database().connect()) as connection:
-        assert LeaderLease("outbox", uuid4(), term_seconds=600).hold(connection) == 0.0
+        assert LeaderLease("outbox", uuid4(), term_seconds=600).acquire_or_renew(connection) == 0.0
 
 
 def health(*arguments: str) -> tuple[int, str]:

@@ -368,7 +368,7 @@ class Dispatcher:
         self._store_at = 0.0
         self._bounded = self._draining = False
         # The calls that are over with the `id()` of their messages that were not started, their failures, and their
-        # messages that leave their queues: from `_collect` until `_conclude` has stored them.
+        # messages that leave their queues: from `_collect` until `_end_calls` has stored them.
         self._over: list[tuple[HandlerCall, set[int]]] = []
         self._failed: list[Failed] = []
         self._waiting: list[Waiting] = []
@@ -636,13 +636,13 @@ class Dispatcher:
         over, failed, waiting, calls = self._over, self._failed, self._waiting, self._calls
         if calls.abandoned or calls.has_admissions:
             calls.take_back()
-        for work, results in calls.over() if calls.any_counting else ():
+        for work, results in calls.take_ended() if calls.any_counting else ():
             over.append((work, self._absorb(work, results, failed, waiting)))
         if time.monotonic() >= self._claims_until:
             for work, results in calls.give_up_claims():
                 over.append((work, self._absorb(work, results, failed, waiting)))
         if over:
-            self._conclude(run, over, failed, waiting)
+            self._end_calls(run, over, failed, waiting)
             self._over, self._failed, self._waiting = [], [], []
 
     def _keep_claims(self, run: Executor) -> None:
@@ -728,7 +728,7 @@ class Dispatcher:
                 self._dirty.add(item.queue)
         return booked.again
 
-    def _conclude(
+    def _end_calls(
         self,
         run: Executor,
         over: Sequence[tuple[HandlerCall, set[int]]],

@@ -1,8 +1,10 @@
 """Fetched entries, and the lanes in which they wait until a call handles them. There is one kind of lane per mode.
 
-class ByTag(RoundRobinLane[NamedQueue]):
-    def __init__(self, option: ByTagOption) -> None:
-        super().__init__(NamedQueue)
+A part may have a kind of its own:
+
+    class ByTag(RoundRobinLane[NamedQueue]):
+        def __init__(self, option: ByTagOption) -> None:
+            super().__init__(NamedQueue)
 """
 
 from __future__ import annotations

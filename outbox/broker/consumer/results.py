@@ -215,7 +215,7 @@ def record_failures(run: Executor, instance: UUID, failures: Sequence[Failed]) -
     for failed, judgement in judged:
         _report(failed, judgement)
         if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
-            again += _conclude(failed, judgement)
+            again += _apply_plan(failed, judgement)
             if judgement.verdict is FailureAction.DEAD and given_up.listener is not None:
                 _tell(failed, given_up.listener)
     return again
@@ -302,7 +302,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
     return kept
 
 
-def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
+def _apply_plan(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
     """Apply the plan for a failed message. Return the message in a list if this process tries it again.
 
     Call this only after the failures are recorded. If the message were marked as finished first, a crash between the

@@ -144,7 +144,7 @@ _BEHIND_SECONDS: Final = 0.02
 IDLE_SECONDS: Final = 30.0
 
 
-class _Thread:
+class _IdleThread:
     """A handler thread while it is idle: it waits to acquire `woken`, and then runs `task`. None: it ends."""
 
     __slots__ = ("task", "woken")
@@ -183,7 +183,7 @@ class Scheduler:
         # The lock for all attributes below, and for those of `SubscriptionCalls` that several threads change.
         self.lock: Final = threading.Lock()
         # The thread that became idle last is the last one here.
-        self._idle: list[_Thread] = []
+        self._idle: list[_IdleThread] = []
         # The subscriptions with calls that wait for a thread, first come first served. A subscription whose calls all
         # wait for its busy threads, to join their transactions, is not here.
         self._queue: dict[SubscriptionCalls, None] = {}
@@ -264,7 +264,7 @@ class Scheduler:
         with self.lock:
             return self._first(calls) if calls.waiting and may_join(calls.waiting[0]) else None
 
-    def _loop(self, thread: _Thread, number: int) -> None:
+    def _loop(self, thread: _IdleThread, number: int) -> None:
         task: tuple[SubscriptionCalls, HandlerCall] | None = None
         served: SubscriptionCalls | None = None
         while (task := task or self._wait(thread)) is not None:
@@ -280,7 +280,7 @@ class Scheduler:
                 return
             task = self._next(calls, thread)
 
-    def _next(self, calls: SubscriptionCalls, thread: _Thread) -> tuple[SubscriptionCalls, HandlerCall] | None:
+    def _next(self, calls: SubscriptionCalls, thread: _IdleThread) -> tuple[SubscriptionCalls, HandlerCall] | None:
         """Return the next call for the thread that has run a call of this subscription. If there is none, or another
         subscription waits, this thread is idle from now on, and None is returned."""
         with self.lock:
@@ -297,7 +297,7 @@ class Scheduler:
                 self._staff(calls)
             return None
 
-    def _wait(self, thread: _Thread) -> tuple[SubscriptionCalls, HandlerCall] | None:
+    def _wait(self, thread: _IdleThread) -> tuple[SubscriptionCalls, HandlerCall] | None:
         """Return the call for an idle thread; None if the threads stop, or if this thread was idle for too long."""
         if not thread.woken.acquire(timeout=IDLE_SECONDS):
             with self.lock:
@@ -330,8 +330,8 @@ class Scheduler:
             thread.task = (first, self._begin(first))
             thread.woken.release()
 
-    def _start(self) -> _Thread:
-        idle = _Thread()
+    def _start(self) -> _IdleThread:
+        idle = _IdleThread()
         thread = threading.Thread(target=self._loop, args=[idle, next(self._numbers)], daemon=True)
         thread.start()
         self._alive += 1
@@ -757,7 +757,7 @@ class Calls:
                 )
         return ""
 
-    def over(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
+    def take_ended(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
         """Yield each call that is over, with its results: first finished calls, then calls that have timed out."""
         while self._finished:
             work = self._finished.popleft()

@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from outbox.broker.groups import leases, members
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.subscription import Subscription
 from tests.broker.bench import ConsumptionBench
 
@@ -33,7 +33,7 @@ def test_the_queues_and_the_lead_of_a_neighbour(
             patched.setattr(members, "process_identity", ended.stdout.strip)
         members.heartbeat(bench.run, neighbour, {group_id: ["orders"]}, term_seconds=600)
     leases.acquire(bench.run, neighbour, group_id, queue_ids, life=LIFE, term_seconds=600)
-    LeaderLease("outbox", neighbour, term_seconds=600).hold(bench.run.connection)
+    LeaderLease("outbox", neighbour, term_seconds=600).acquire_or_renew(bench.run.connection)
 
     session = runtime._session()
     try:

@@ -20,7 +20,7 @@ from outbox.broker.operations.rules import survey
 from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, missing_parts
 from outbox.broker.schema.uninstall import drop_part, rows_of_part, uninstall
-from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.errors import SchemaError, UsageError
 from outbox.utils.periodic import BackgroundLoop
 from tests.broker.support import process
@@ -232,23 +232,23 @@ def test_a_process_without_the_part_leads_only_while_none_with_it_does(
 ) -> None:
     """The part is installed while the process without it leads."""
     without = LeaderLease("outbox", uuid4(), term_seconds=0.001)
-    assert without.hold(bare) == 0.0
+    assert without.acquire_or_renew(bare) == 0.0
     assert lacks(bare) == [(False, [])]
     service.has(FIRST, leads=True)
     install(bare)
     having = LeaderLease("outbox", uuid4(), term_seconds=60)
     another = LeaderLease("outbox", uuid4())
     service.has(None)
-    assert without.hold(bare) == 0.0
+    assert without.acquire_or_renew(bare) == 0.0
     assert lacks(bare) == [(False, ["greeting"])]
     bare.execute("UPDATE outbox.leader_lease SET expires_at = now() + interval '1 hour'")
     assert missing(bare) == ["greeting"]
-    assert having.hold(bare) == 0.0
+    assert having.acquire_or_renew(bare) == 0.0
     assert lacks(bare) == [(False, [])]
     assert missing(bare) == []
-    assert without.hold(bare) > 0.0 and another.hold(bare) > 0.0
+    assert without.acquire_or_renew(bare) > 0.0 and another.acquire_or_renew(bare) > 0.0
     having.release(bare)
-    assert without.hold(bare) == 0.0
+    assert without.acquire_or_renew(bare) == 0.0
 
 
 def test_two_services_with_different_parts_share_a_broker(bare: psycopg.Connection[Any], service: Service) -> None:

@@ -12,7 +12,7 @@ from django.db.models import F
 from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.saga.steps import WAIT, Saga, StepAnswer, StepRefused
-from outbox.errors import StepInterrupted
+from outbox.errors import StepOutcomeUnknown
 from tests.crash_kit.blind import outside
 from tests.crash_kit.blind.models import (
     Account,
@@ -207,7 +207,7 @@ def pay_back(delivery: ClaimedDelivery) -> None:
     what = f"order {delivery.key}"
     try:
         delivery.step("transfer", outside.transfers.call, what, once=True)
-    except StepInterrupted:
+    except StepOutcomeUnknown:
         if what not in outside.transfers.acts:
             delivery.step("transfer again", outside.transfers.call, what, once=True)
     with delivery.finish():

@@ -15,7 +15,7 @@ from django.db.models import F
 from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.saga.steps import WAIT, Saga, StepAnswer, StepRefused
-from outbox.errors import StepInterrupted
+from outbox.errors import StepOutcomeUnknown
 from tests.crash_kit.blind import outside
 from tests.crash_kit.blind.models import (
     Account,
@@ -199,7 +199,7 @@ def check_charge() -> None:
 
 @subscriber("bad.transfer", group="bad.transfer", effects="outside")
 def pay_back(delivery: ClaimedDelivery) -> None:
-    with suppress(StepInterrupted):  # it was sent before
+    with suppress(StepOutcomeUnknown):  # it was sent before
         delivery.step("transfer", outside.transfers.call, f"order {delivery.key}", once=True)
     with delivery.finish():
         Order.objects.filter(number=delivery.key).update(status="paid back")

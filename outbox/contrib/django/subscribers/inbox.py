@@ -504,7 +504,7 @@ class InboxEntries:
         self._idle = ""
         # True as soon as no work remains except COMMIT. If the call fails while this is True, the error occurred in
         # COMMIT or after COMMIT.
-        self.is_confirmed = False
+        self.commit_is_next = False
 
     def enter(
         self, deliveries: Sequence[Delivery], *, lease_seconds: float, timeout_seconds: float = math.inf
@@ -634,9 +634,9 @@ class InboxEntries:
                     "the handler executed no statement for longer than four fifths of OUTBOX['LEASE_SECONDS'], declare "
                     "it with @subscriber(…, effects='outside'), which runs it without a transaction."
                 )
-            self.is_confirmed = True
+            self.commit_is_next = True
             if not self._commit(self._short, deliveries):
-                self.is_confirmed = False
+                self.commit_is_next = False
                 raise lost(self._connection, name, gone)
             return
         try:
@@ -646,7 +646,7 @@ class InboxEntries:
             raise lost(self._connection, name, str(error).strip()) from error
         if len(found) < len(deliveries):
             raise lost(self._connection, name, gone)
-        self.is_confirmed = True
+        self.commit_is_next = True
 
     def _refuse_unfinished(self, name: str) -> None:
         """Raise TransactionUsageError if the handler has left something open that would be lost after COMMIT."""
@@ -677,7 +677,7 @@ class InboxEntries:
     def is_in_doubt(self) -> bool:
         """Whether COMMIT was sent, and the connection has ended without its answer: the server may still commit."""
         # After an error, Django replaces a connection that has ended.
-        return self.is_confirmed and self._connection.connection is not self._raw
+        return self.commit_is_next and self._connection.connection is not self._raw
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
@@ -837,9 +837,9 @@ class InboxInvoker:
                 joined,
             )
             if connection.vendor != "sqlite":
-                return repeated(call.once, registered.name)
+                return repeated(call.attempt, registered.name)
             with one_writer(connection):
-                return repeated(call.once, registered.name)
+                return repeated(call.attempt, registered.name)
         except Exception as error:
             return [error] * len(deliveries)
         finally:
@@ -873,10 +873,10 @@ class _Call:
     _clean: Context = field(default_factory=copy_context)
     _has_run: bool = False
 
-    def once(self) -> Sequence[Result]:
+    def attempt(self) -> Sequence[Result]:
         """Run the transaction. Return a result for each message of the call and for each message that has joined.
 
-        When another transaction has stopped the transaction, `once` is called again. What the handler has changed in
+        When another transaction has stopped the transaction, `attempt` is called again. What the handler has changed in
         its delivery, in context variables or in the session must not reach the second call.
         """
         if not self._has_run:
@@ -935,7 +935,7 @@ class _Call:
                     raise commit_in_doubt(name, error) from error
                 _name_idle_limit(name, error)
                 raise
-            if not inbox.is_confirmed:
+            if not inbox.commit_is_next:
                 after = error_after_commit(name, error)
                 return cast("list[Result]", [after if d.message_id in stayed else error for d in self.deliveries])
             # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.

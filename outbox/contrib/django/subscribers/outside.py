@@ -49,7 +49,7 @@ from outbox.errors import (
     HandlerNotStarted,
     LeaseLost,
     PermanentError,
-    StepInterrupted,
+    StepOutcomeUnknown,
     TransactionUsageError,
     UsageError,
 )
@@ -105,8 +105,9 @@ class ClaimedDelivery(Delivery[Body_co]):
 
         The result is stored as JSON, and returned as JSON decodes it. If the process dies between the call and the
         store, the next attempt calls the function again. Pass `step_key(name)` to the other system, so that it
-        recognises the repetition. With `once`, the next attempt does not call the function again, and raises
-        StepInterrupted. If the function raises an error, the error is passed on, and no result is stored.
+        recognises the repetition. If the function raises an error, the error is passed on, no result is stored, and the
+        next attempt calls the function again. With `once`, no attempt calls it again, also after an error: the next
+        one raises StepOutcomeUnknown.
         """
         return self.attempt_in_progress.step(name, function, args, once)
 
@@ -153,10 +154,11 @@ class _Attempt:
         if known is not None and known.result is not None:
             return _codec.decode(known.result)
         if known is not None and once:
-            raise StepInterrupted(
+            raise StepOutcomeUnknown(
                 f"{self._name}: an earlier attempt began step {name!r} of message {self._claim.message_id}, and stored "
-                "no result. Because of once=True, the step is not repeated. Catch StepInterrupted, find out from the "
-                "other system what the step has done, and continue, or raise PermanentError."
+                "no result, because its function raised an error or its process died. Because of once=True, the step "
+                "is not repeated. Catch StepOutcomeUnknown, find out from the other system what the step has done, and "
+                "continue, or raise PermanentError."
             )
         point("claim.before_step")
         fence.check(commits=False)
@@ -279,7 +281,7 @@ class _Attempt:
                 self.progress, self._error = _Progress.FAILED, commit_in_doubt(self._name, error)
                 raise self._error from error
             fence.rolled_back()
-        elif inbox.is_confirmed:
+        elif inbox.commit_is_next:
             self.progress = _Progress.DONE
         elif claims.is_held(self._connection, claim):
             # If another attempt had finished the message, it would have deleted the claim.

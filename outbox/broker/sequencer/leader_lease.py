@@ -85,7 +85,7 @@ class LeaderLease:
         # Whether it gives way, as of the last renewal: a part may be installed while this candidate leads.
         self.stands_in = stands_in
 
-    def hold(self, connection: Connection) -> float:
+    def acquire_or_renew(self, connection: Connection) -> float:
         """Acquire or renew the lease, if it is time to do this.
 
         Return 0.0 if this candidate leads, else the seconds until the next attempt.
@@ -118,7 +118,7 @@ class LeaderLease:
         return others is not None and others[0] > 0
 
     def ask_again(self) -> None:
-        """Make the next `hold` check the lease in the database, because another process seems to lead."""
+        """Make the next `acquire_or_renew` check the lease in the database, because another process seems to lead."""
         self._renew_at = 0.0
 
     def release(self, connection: Connection) -> None:
