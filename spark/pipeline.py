@@ -81,8 +81,7 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
 
 def exit_code(result: dict[str, Any]) -> int:
     """Return 0 for a clean result, 1 for a result with more findings than `fail_above` tolerates."""
-    # A result of an older release, which `watch` may find in force, tolerates none.
-    return FINDINGS if result["status"] == "findings" and not result.get("is_tolerated") else CLEAN
+    return FINDINGS if result["status"] == "findings" and not result["is_tolerated"] else CLEAN
 
 
 def _previous_result(job: Job) -> dict[str, Any] | None:

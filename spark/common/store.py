@@ -7,7 +7,6 @@
     runs/<run>/open         Parquet, the subjects that the next run judges again
     runs/<run>/report.html
     history/                findings over the runs, see output/history.py
-    checkpoint/             the checkpoint of a continuous reconciliation
     run.lock, locks/        the lock of the folder, see lock.py
 
 An interrupted run leaves a folder under runs/ that no result names. Later runs remove this folder.

@@ -38,14 +38,13 @@ def compose(
             for name, count in counts.items():
                 totals[name] += count
     faults = sum(totals[name.value] for name in FAULTS) - found.acknowledged
-    options, batch = job.options, job.options.batch
+    options = job.options
     return {
         "version": 1,
         "title": job.rules.title,
         "run": job.name,
         "mode": "interval" if options.is_interval else "full" if options.full else "incremental",
         "interval": job.interval,
-        "batch": None if batch is None else asdict(batch),
         "status": "findings" if faults else "clean",
         "is_tolerated": faults > 0 and _is_tolerated(found, job.rules),
         "started_at": job.started.isoformat(),

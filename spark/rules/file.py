@@ -317,9 +317,9 @@ class _Reader:
         return f"({given}) AND {named}" if given else named
 
     @staticmethod
-    def _look_back_every(table: TomlTable) -> float | None:
+    def _look_back_every(table: TomlTable) -> float:
         if "look_back" not in table.values:
-            return None
+            return 0.0
         has_checksums = "bucket" in table.values
         return DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS if has_checksums else DEFAULT_LOOK_BACK_EVERY_SECONDS
 

@@ -88,8 +88,6 @@ DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
 DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
 # Rows and effects that are written with an earlier time are rarely older than this.
 DEFAULT_LOOK_BACK_SECONDS: Final = 86_400.0
-# A batch of `watch` begins every minute, so it looks back by default only after this time.
-DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
 DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 # With `bucket`, a look back reads only the buckets whose checksums differ, so it may run every hour.
 DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
@@ -213,8 +211,7 @@ class Rule:
     look_back_seconds: float = DEFAULT_LOOK_BACK_SECONDS
     """Once per `look_back_every_seconds`, an incremental run judges again all rows whose time is at most
     `look_back_seconds` before the last look back; 0 means never."""
-    look_back_every_seconds: float | None = None
-    """None means with each run, but with the batches of `watch` once an hour."""
+    look_back_every_seconds: float = 0.0
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
