@@ -27,7 +27,6 @@ from .session import settings_of_a_run
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary, released
 from .sources.databases import Sources
-from .sources.staged import Staging
 from .stages import checksums, confirm, findings
 from .stages.confirm import OPEN_SCHEMA, ConfirmedRule
 from .stages.job import Job
@@ -58,7 +57,7 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     """Like `run`, for a caller that holds the lock of the output folder."""
     options = job.options
     progress = progress or Progress()
-    sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
+    sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     previous, past = _previous_result(job), _past_runs(job)
     with released(sources.all):

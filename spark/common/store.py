@@ -189,13 +189,6 @@ class Store:
                 f"{self._location}/{name} cannot be read: {error}. Remove the file; only the rows in it are lost."
             ) from error
 
-    def output_stream(self, name: str) -> pa.NativeFile:
-        """A stream into a new file. A reader sees the file only after `close` in object stores, at once on a disk."""
-        target = f"{self._root}/{name}"
-        if not self._is_local:
-            self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
-        return self._files.open_output_stream(target)
-
     def write_table(self, name: str, table: pa.Table) -> None:
         """Write a table as a Parquet file, in the same way as `write`."""
         buffer = pa.BufferOutputStream()
@@ -226,11 +219,6 @@ class Store:
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
-
-    def make_folder(self, name: str) -> None:
-        """Create a folder into which Spark writes files. The folder gets the permissions that the rules give."""
-        if self._is_local:
-            self._make_folder(Path(f"{self._root}/{name}"))
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():

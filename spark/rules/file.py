@@ -195,7 +195,7 @@ class _Reader:
         return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
-        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction", "read_on")
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
         table = TomlTable(self.problems, value, f"database.{name}", keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
@@ -208,17 +208,7 @@ class _Reader:
             schema=table.text("schema", "public") or "public",
             watermark=table.text("watermark"),
             longest_transaction_seconds=table.seconds("longest_transaction", DEFAULT_LONGEST_TRANSACTION_SECONDS),
-            reads_on_driver=self._reads_on_driver(table, kind),
         )
-
-    @staticmethod
-    def _reads_on_driver(table: TomlTable, kind: SourceKind) -> bool:
-        reader = table.text("read_on", "executors")
-        if reader not in ("executors", "driver"):
-            table.problem("read_on", f"unknown value {reader!r}", "use one of: executors, driver")
-        elif "read_on" in table.values and kind is not SourceKind.POSTGRES:
-            table.problem("read_on", f"has no meaning for kind {kind.value!r}", "remove it")
-        return reader == "driver"
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""

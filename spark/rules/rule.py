@@ -109,8 +109,6 @@ class DatabaseRule:
     watermark: str | None = None
     primary: DatabaseRule | None = None
     longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
-    reads_on_driver: bool = False
-    """Whether the process of the run reads the rows, so that executors need no database driver and no connection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,7 +139,12 @@ class PostgresReader(DataSourceReader):
         with connect(self._url) as connection, connection.cursor() as cursor:
             for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=READING):
                 cursor.execute(statement)
-            yield from batches(cursor, query, self._schema)
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
+            cursor.execute(query)
+            with cursor.fetch_record_batch() as reader:
+                for batch in reader:
+                    # Spark refuses a batch with other types, or with another nullability.
+                    yield batch.cast(self._schema)
             cursor.execute("COMMIT")
 
 
@@ -176,19 +181,6 @@ def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] =
 def lock_of(name: str) -> int:
     """The second number of the advisory lock of all transactions with this application_name."""
     return crc32(name.encode()) >> 1
-
-
-def batches(cursor: Any, query: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a query, in exactly the declared types and nullability, because Spark refuses a batch with others."""
-    cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
-    cursor.execute(query)
-    with cursor.fetch_record_batch() as reader:
-        for batch in reader:
-            arrays = [
-                column if column.type == field.type else column.cast(field.type)
-                for column, field in zip(batch.columns, schema, strict=True)
-            ]
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def one_line(error: BaseException) -> str:

@@ -25,7 +25,6 @@ from . import adbc, contract, sql
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
-from .staged import Staging
 
 MANIFEST: Final = "archive.json"
 FOLDER: Final = "message_v1"
@@ -209,15 +208,8 @@ class ArchivedSource(PostgresSource):
     that is in both log and archive is read only from the log.
     """
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        database: DatabaseRule,
-        location: str,
-        name: str = adbc.NAME,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(spark, database, name, staging)
+    def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
+        super().__init__(spark, database, name)
         self._manifest = load_manifest(Store(location))
         # The log has what is not settled, so the state at the end of the newest pass is not read.
         settled = None if self._manifest is None else replace(self._manifest, state="")

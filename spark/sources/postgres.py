@@ -20,7 +20,6 @@ from ..rules.rule import DatabaseRule, FieldType
 from . import adbc, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
 from .blocking import BlockingWatch
-from .staged import Staging
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
@@ -62,12 +61,8 @@ _COMPARABLE: Final = {
 class PostgresSource:
     """One PostgreSQL database. `open` takes the snapshot; all reads until `close` see this snapshot only."""
 
-    def __init__(
-        self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME, staging: Staging | None = None
-    ) -> None:
-        """With `staging`, this process reads all rows. Without it, executors read over connections of their own."""
+    def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
         self._spark, self._database, self._name = spark, database, name
-        self._staging = staging
         self._coordinator: Any = None
         self._blocking: BlockingWatch | None = None
         self._snapshot = ""
@@ -81,9 +76,8 @@ class PostgresSource:
             activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
             complete = self._completeness(connection, activity, identifier)
-            # The joins of the checksums need this memory. With `staging`, the same transaction reads all rows.
-            settings = ("work_mem = '64MB'",) if self._staging is None else adbc.READING
-            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=settings):
+            # The joins of the checksums need this memory.
+            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
         except ReconcileError:
@@ -161,8 +155,6 @@ class PostgresSource:
             self._coordinator, self._snapshot = None, ""
         if self._blocking is not None:
             self._blocking.close()
-        if self._staging is not None:
-            self._staging.clear()
 
     def gave_way(self) -> RunIncomplete | None:
         """See DataSource."""
@@ -284,9 +276,6 @@ class PostgresSource:
         return sql.select(selection, self.table_of(selection), terms)
 
     def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
-        if self._staging is not None:
-            with self._translating(f"table {selection.table!r}"):
-                return self._staging.read(self._spark, self._coordinator, queries, selection.schema)
         self._spark.dataSource.register(adbc.PostgresDataSource)
         return (
             self._spark.read.format(adbc.FORMAT)

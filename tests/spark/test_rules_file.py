@@ -112,7 +112,6 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "contains a password; keep the password in the"),
     ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "contains a password"),
     ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'"),
-    ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec"),
     ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'"),
     ('env = "RECONCILE_APP"', "", "needs exactly one of env, dsn, path, namespace"),
     (
