@@ -57,8 +57,6 @@ class SourceKind(enum.StrEnum):
 
     POSTGRES = "postgres"
     """PostgreSQL, read over ADBC in several partitions, all inside one exported snapshot."""
-    JDBC = "jdbc"
-    """A database read by Spark's JDBC reader, whose partitions have no common snapshot."""
     PARQUET = "parquet"
     """A folder with one Parquet file or folder per table."""
     CSV = "csv"
@@ -95,8 +93,7 @@ DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is the connection string, JDBC URL, folder or namespace of the source, with environment
-    variables resolved.
+    """One source. `location` is the connection string, folder or namespace of the source, with environment variables resolved.
 
     For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
     run assumes that the primary's transactions last at most `longest_transaction_seconds`.

@@ -9,7 +9,7 @@ from . import contract
 from .adbc import NAME
 from .archived import ArchivedSource, ArchiveSource
 from .base import DataSource, SourceBoundary, TableSelection
-from .files import FileSource, JdbcSource
+from .files import FileSource
 from .lake import LakeSource
 from .postgres import PostgresSource
 
@@ -74,8 +74,6 @@ class Sources:
 def _source(spark: SparkSession, database: DatabaseRule, name: str) -> DataSource:
     if database.kind is SourceKind.POSTGRES:
         return PostgresSource(spark, database, name)
-    if database.kind is SourceKind.JDBC:
-        return JdbcSource(spark, database)
     if database.kind in (SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.CATALOG):
         return LakeSource(spark, database)
     if database.kind is SourceKind.ARCHIVE:

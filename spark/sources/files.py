@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
@@ -283,68 +283,6 @@ def _footer(file: str) -> pq.ParquetSchema:
 
 
 MAX_TEXT: Final = 2**31 - 1
-# Java finds a driver from spark.jars only if the reader gives the name of its class.
-_DRIVERS: Final = {
-    "jdbc:postgresql": "org.postgresql.Driver",
-    "jdbc:mysql": "com.mysql.cj.jdbc.Driver",
-    "jdbc:mariadb": "org.mariadb.jdbc.Driver",
-    "jdbc:oracle": "oracle.jdbc.OracleDriver",
-    "jdbc:sqlserver": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
-}
-
-
-class JdbcSource(FrameSource):
-    """Spark's JDBC reader, for databases that ADBC cannot reach.
-
-    Spark reads the partitions of a table in different snapshots. The different snapshots cause false suspicions, and
-    the second look removes these suspicions. A window must not get new rows while Spark reads it, so the rule's `grace`
-    must be longer than the duration of the read. The user adds the driver's jar with `spark.jars.packages`.
-    """
-
-    def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource."""
-        name = f"{self._database.schema}.{selection.table}" if selection.in_broker else selection.table
-        try:
-            return self._reader().option("dbtable", name).load()
-        except AnalysisException as error:
-            raise UsageProblem(f"table {name!r} is not there: {str(error).splitlines()[0]}") from error
-        except (PySparkException, Exception) as error:
-            raise _jdbc_problem(self._database.name, error) from error
-
-    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The watermark is the present time of the server's clock."""
-        try:
-            row = self._reader().option("query", "SELECT current_timestamp AS now").load()
-            now = row.select(F.unix_micros("now")).collect()[0][0]
-        except Exception as error:
-            raise _jdbc_problem(self._database.name, error) from error
-        moment = datetime.fromtimestamp(now / 1_000_000, UTC)
-        note = (
-            "over JDBC, the partitions of a table are read in different snapshots, and a run does not see open "
-            "transactions"
-        )
-        return SourceBoundary(
-            database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note]
-        )
-
-    def _reader(self) -> DataFrameReader:
-        reader = self._spark.read.format("jdbc").option("url", self._database.location)
-        driver = _DRIVERS.get(":".join(self._database.location.split(":")[:2]))
-        return reader if driver is None else reader.option("driver", driver)
-
-
-def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomplete:
-    text = " ".join(str(error).split())
-    if "No suitable driver" in text or "ClassNotFoundException" in text:
-        return UsageProblem(
-            f"database {name!r}: Spark has no JDBC driver for this database. Give the driver by "
-            f"--conf spark.jars.packages="
-            f"org.postgresql:postgresql:42.7.7 (or the driver of your database), or "
-            f"use kind = 'postgres', which needs no jar."
-        )
-    return RunIncomplete(f"database {name!r} cannot be read over JDBC: {text[:300]}")
-
-
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
