@@ -93,7 +93,8 @@ DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is the connection string, folder or namespace of the source, with environment variables resolved.
+    """One source. `location` is the connection string, folder or namespace of the source, with environment
+    variables resolved.
 
     For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
     run assumes that the primary's transactions last at most `longest_transaction_seconds`.
