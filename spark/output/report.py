@@ -11,7 +11,6 @@ from html import escape
 from importlib import resources
 from typing import Any, Final
 
-import pyarrow as pa
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -21,7 +20,6 @@ from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import REMEDIES
 from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
-from .plot import Counts, open_plot, timeline
 
 MAX_BYTES: Final = 100_000
 # The number of characters of a value that the page shows, and the same number if the place for the findings is short.
@@ -50,16 +48,15 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
 def render(
     result: Mapping[str, Any],
     found: Sequence[Mapping[str, Any]],
-    timed: pa.Table | None,
-    runs: Sequence[tuple[float, Counts]],
+    runs: Sequence[tuple[float, Mapping[str, int]]],
     trace: str,
 ) -> str:
     """The HTML page of a result, of at most MAX_BYTES bytes in UTF-8. If not everything fits, the page says which files
     of the output folder have the rest.
 
-    found: the shown findings of each cause. timed: all findings, with the columns class and at. runs: the history.
+    found: the shown findings of each cause. runs: the history.
     """
-    rest = [_counts(result), "" if timed is None else timeline(timed), _history_section(runs)]
+    rest = [_counts(result), _history_section(runs)]
     after = [_boundary(result), _reading_guide()]
     everything = {cause["id"] for cause in result["causes"]}
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
@@ -515,10 +512,10 @@ def trace_command(finding: Mapping[str, Any], trace: str) -> str:
 _SHOWN_RUNS: Final = 10
 
 
-def _history_section(runs: Sequence[tuple[float, Counts]]) -> str:
-    """The section with the history: a plot of all runs and a table of the last ones."""
+def _history_section(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
+    """The section with the findings that were open after the last runs."""
     if len(runs) < 2:
-        return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
+        return "<section><h2>Last runs</h2><p class='dim'>This is the first run into this output folder.</p></section>"
     shown = runs[: -_SHOWN_RUNS - 1 : -1]
     names = [name for name in FAULTS if any(by_class.get(name) for _, by_class in shown)]
     rows = "".join(
@@ -529,7 +526,7 @@ def _history_section(runs: Sequence[tuple[float, Counts]]) -> str:
     )
     heads = "".join(f"<th class='n'>{name}</th>" for name in ("All", *names))
     return (
-        f"<section><h2>History</h2>{open_plot(runs)}<h3>Last runs</h3><p class='dim'>The findings that were open after "
+        f"<section><h2>Last runs</h2><p class='dim'>The findings that were open after "
         f"each run, by class.</p><div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead>"
         f"<tbody>{rows}</tbody></table></div><p class='dim'>The whole history: <code>history/counts</code> and "
         "<code>history/findings</code> (Parquet, by day) in the output folder.</p></section>"

@@ -97,8 +97,7 @@ def publish(
     """
     entries = history.of_result(job.store, result)
     runs = history.runs(pa.concat_tables([past, entries[history.COUNTS]]))
-    timed = job.store.table(result["findings"], ["class", "at"])
-    text = report.render(result, samples, timed, runs, job.rules.trace)
+    text = report.render(result, samples, runs, job.rules.trace)
     try:
         job.store.protect(f"runs/{job.name}")
         job.store.write(result["report"], text)

@@ -53,7 +53,7 @@ def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: Wor
     assert [(each["group"], each["effects"]) for each in orphan["effects"]] == [(name, 1) for name in GROUPS]
     assert {(each["group"], each["delivery"]) for each in orphan["deliveries"]} == {(name, "passed") for name in GROUPS}
     report = (output / "report.html").read_text()
-    assert "Last runs" in report and "Open findings after the last run of each bar" in report
+    assert "Last runs" in report
 
 
 @pytest.mark.slow

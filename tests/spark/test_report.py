@@ -10,14 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.judging import causes
 from spark.judging.causes import FindingCounts
-from spark.output import metrics, plot, report, summary
+from spark.output import metrics, report, summary
 from spark.rules.rule import CLASSES, FAULTS
 
 HOSTILE = [
@@ -103,12 +102,6 @@ def finding(text: str) -> dict[str, Any]:
 RUNS = [(datetime.fromisoformat(NOW).timestamp() + number, {"LOST": number}) for number in range(3)]
 
 
-def timed(*found: tuple[str, float]) -> pa.Table:
-    """Findings with their class and time, as the report reads them."""
-    rows = [{"class": name, "at": datetime.fromtimestamp(moment, UTC)} for name, moment in found]
-    return pa.Table.from_pylist(rows, pa.schema([("class", pa.string()), ("at", pa.timestamp("us", tz="UTC"))]))
-
-
 class Tags(HTMLParser):
     """Collects tags, attributes and texts of a page, as a browser parses it."""
 
@@ -127,8 +120,7 @@ class Tags(HTMLParser):
 
 
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
-    times = timed(("MISMATCH", 1_748_779_200.0)) if found else timed()
-    text = report.render(result(**counts), found, times, RUNS, "manage.py outbox_message show {message_id}")
+    text = report.render(result(**counts), found, RUNS, "manage.py outbox_message show {message_id}")
     parsed = Tags()
     parsed.feed(text)
     return text, parsed
@@ -154,7 +146,7 @@ def test_the_trace_command_is_one_word_for_the_shell() -> None:
 
 def test_a_clean_report_says_so() -> None:
     text, parsed = page([])
-    assert "clean" in parsed.text and "Timeline" not in parsed.text
+    assert "clean" in parsed.text
     assert "http" not in text.replace("http-equiv", ""), "one file that needs nothing else"
 
 
@@ -176,7 +168,7 @@ def test_a_group_that_is_called_message_hides_no_message() -> None:
     found["rules"][0]["groups"] = {"message": {**NONE, "LATE": 7}}
     text = metrics.render(found, "shop")
     assert 'group="",class="LOST"} 2' in text and 'group="message",class="LATE"} 7' in text
-    page = report.render(found, [], None, [], "")
+    page = report.render(found, [], [], "")
     assert "<td>message</td>" in page and "<td>group message</td>" in page
 
 
@@ -194,31 +186,6 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
     assert metrics.target(one, orders) == one
     with pytest.raises(UsageProblem, match=r"the metrics of another rules file, .*orders\.toml"):
         metrics.target(one, refunds)
-
-
-def bars(drawn: str) -> list[str]:
-    """The titles of the bars of a plot."""
-    return re.findall("<div title='([^']*)'>", drawn)
-
-
-def test_findings_are_drawn_by_their_time() -> None:
-    moments = [("LOST", 3600.0 + second) for second in range(60)] + [("DEAD", 3601.0), ("RECOVERED", 9e9)]
-    drawn = plot.timeline(timed(*moments))
-    assert bars(drawn)[0] == "1970-01-01 01:00:00: 10 LOST, 1 DEAD" and len(bars(drawn)) == 6
-    assert "a bar per 10 s, the highest has 11" in drawn and "RECOVERED" not in drawn
-    assert "<i class=c-LOST style=height:90.9%></i><i class" not in drawn, "a stack begins with the first class, below"
-    assert plot.timeline(timed()) == ""
-
-
-def test_every_run_of_the_history_is_a_bar_or_its_bar_is() -> None:
-    day = 86400.0
-    drawn = plot.open_plot([(number * day, {"LOST": number}) for number in range(30)])
-    assert bars(drawn)[:3] == [
-        f"1970-01-0{n + 1} 00:00:00: {n or 'no'} {'LOST' if n else 'findings'}" for n in range(3)
-    ]
-    assert len(bars(drawn)) == 30 and drawn.count("c-LOST style") == 29 and "a bar per 1 d" in drawn
-    longer = [(number * day, {"LOST": 1}) for number in range(3_000)]
-    assert len(bars(plot.open_plot(longer))) <= plot.BARS
 
 
 def test_what_a_repair_can_mend_comes_before_what_a_person_must_judge() -> None:
@@ -239,7 +206,7 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
-    shown.feed(report.render(found, [], None, [], ""))
+    shown.feed(report.render(found, [], [], ""))
     text = " ".join("".join(shown.text).split())
     parts = ("Judged up to 2025-06-01 12:00:00 UTC, 1 min 5 s before the end of the run (grace: 30 s).",
         "What to do first", "LOST of rule <rule>: 5 (5 new)",
@@ -359,9 +326,8 @@ def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
         for _ in range(20)
     ]
     start = datetime.fromisoformat(NOW).timestamp()
-    times = timed(*((name, start + 60.0 * n) for name in names for n in range(60)))
     runs = [(start + 86400.0 * n, dict.fromkeys(names, 10**6)) for n in range(60)]
-    text = report.render(found, samples, times, runs, "")
+    text = report.render(found, samples, runs, "")
     assert 60_000 < len(text.encode()) <= 100_000
     parsed = Tags()
     parsed.feed(text)
@@ -377,7 +343,7 @@ def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
     assert len(targets) >= 5
     # A page with few causes has more evidence.
     usual = [{**finding("4711"), "cause": cause["id"]} for cause in found["causes"][:2] for _ in range(20)]
-    few = report.render({**found, "causes": found["causes"][:2]}, usual, None, [], "")
+    few = report.render({**found, "causes": found["causes"][:2]}, usual, [], "")
     assert len(few.encode()) <= 100_000 and few.count("<summary>Row, messages") >= 20
 
 
