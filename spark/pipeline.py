@@ -6,7 +6,7 @@
     scan       per rule: classify all keys, write the suspects  stages/scan.py       -> ScannedRule
     confirm    per rule: read the suspects again by key         stages/confirm.py    -> ConfirmedRule
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
-    publish    report, result.json, then history and metrics    output/result.py
+    publish    report, result.json, then metrics             output/result.py
 
 Each stage gets the return values of the earlier stages, and calls no earlier stage.
 """
@@ -20,7 +20,7 @@ from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
-from .output import history, metrics, report
+from .output import metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .rules.rule import FAULTS, Rule
 from .session import settings_of_a_run
@@ -34,7 +34,6 @@ from .stages.prepare import PreparedRule, prepare
 from .stages.scan import ScannedRule, scan
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 
@@ -59,7 +58,7 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     progress = progress or Progress()
     sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
-    previous, past = _previous_result(job), _past_runs(job)
+    previous = _previous_result(job)
     with released(sources.all):
         snapshots = _open(sources, "taking snapshots", progress)
         prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
@@ -69,9 +68,9 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     with progress.step("stage write: findings"), readable_errors("writing the findings"):
         found = findings.collect(spark, confirmed, still_open, job)
         samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CAUSE)
-        result = compose(job, found, samples, snapshots, confirmed_by)
+        result = compose(job, found, samples, snapshots, confirmed_by, previous)
     with progress.step("stage publish: report and result"):
-        not_shown = publish(job, found, result, samples, past, metrics_file)
+        not_shown = publish(job, result, samples, metrics_file)
     if not_shown:
         progress.say(f"  {not_shown}")
     job.store.remove_old_runs(job.name)
@@ -96,20 +95,6 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
             f"{'intervals' if not was_interval else 'incremental runs'}."
         )
     return None if was_interval and result["interval"] != job.interval else result
-
-
-def _past_runs(job: Job) -> pa.Table:
-    """The counts of earlier runs.
-
-    If the previous run was killed after it wrote its result, this function first adds that run to the history.
-    """
-    try:
-        in_force = job.store.result()
-        if in_force is not None:
-            history.make_up(job.store, in_force)
-        return history.until(job.store, job.started.date())
-    except OSError as error:
-        raise UsageProblem(f"the history in {job.options.output!r} cannot be read or written: {error}.") from error
 
 
 def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundary]:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from html import escape
 from importlib import resources
 from typing import Any, Final
@@ -48,15 +48,14 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
 def render(
     result: Mapping[str, Any],
     found: Sequence[Mapping[str, Any]],
-    runs: Sequence[tuple[float, Mapping[str, int]]],
     trace: str,
 ) -> str:
     """The HTML page of a result, of at most MAX_BYTES bytes in UTF-8. If not everything fits, the page says which files
     of the output folder have the rest.
 
-    found: the shown findings of each cause. runs: the history.
+    found: the shown findings of each cause.
     """
-    rest = [_counts(result), _history_section(runs)]
+    rest = [_counts(result), _last_runs(result)]
     after = [_boundary(result), _reading_guide()]
     everything = {cause["id"] for cause in result["causes"]}
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
@@ -509,27 +508,21 @@ def trace_command(finding: Mapping[str, Any], trace: str) -> str:
     return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
 
 
-_SHOWN_RUNS: Final = 10
-
-
-def _history_section(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """The section with the findings that were open after the last runs."""
-    if len(runs) < 2:
-        return "<section><h2>Last runs</h2><p class='dim'>This is the first run into this output folder.</p></section>"
-    shown = runs[: -_SHOWN_RUNS - 1 : -1]
-    names = [name for name in FAULTS if any(by_class.get(name) for _, by_class in shown)]
+def _last_runs(result: Mapping[str, Any]) -> str:
+    """The section with the findings that were open after the last runs, the newest first."""
+    runs = result["last_runs"][::-1]
+    names = [name for name in FAULTS if any(each["open"].get(name) for each in runs)]
     rows = "".join(
-        f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
-        + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
+        f"<tr><td class='t'>{_seconds(each['finished_at'])}</td>{_number(sum(each['open'].values()))}"
+        + "".join(_number(each["open"].get(name, 0)) for name in names)
         + "</tr>"
-        for moment, counts in shown
+        for each in runs
     )
     heads = "".join(f"<th class='n'>{name}</th>" for name in ("All", *names))
     return (
-        f"<section><h2>Last runs</h2><p class='dim'>The findings that were open after "
-        f"each run, by class.</p><div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div><p class='dim'>The whole history: <code>history/counts</code> and "
-        "<code>history/findings</code> (Parquet, by day) in the output folder.</p></section>"
+        "<section><h2>Last runs</h2><p class='dim'>The findings that were open after each run, by class.</p>"
+        f"<div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "</section>"
     )
 
 

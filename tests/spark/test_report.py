@@ -29,6 +29,7 @@ HOSTILE = [
 ]
 NOW = datetime(2025, 6, 1, 12, tzinfo=UTC).isoformat()
 NONE = dict.fromkeys((name.value for name in CLASSES), 0)
+RUNS = [{"finished_at": f"2025-06-01T12:00:0{number}+00:00", "open": {"LOST": number}} for number in range(3)]
 
 
 def result(**counts: int) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def result(**counts: int) -> dict[str, Any]:
         "mode": "full",
         "started_at": NOW,
         "finished_at": NOW,
+        "last_runs": RUNS,
         "snapshots": [reading],
         "confirmed_by_snapshots": [],
         "rules": [rule],
@@ -99,9 +101,6 @@ def finding(text: str) -> dict[str, Any]:
     return {**dict.fromkeys(shared, text), **times, **known, **named}
 
 
-RUNS = [(datetime.fromisoformat(NOW).timestamp() + number, {"LOST": number}) for number in range(3)]
-
-
 class Tags(HTMLParser):
     """Collects tags, attributes and texts of a page, as a browser parses it."""
 
@@ -120,7 +119,7 @@ class Tags(HTMLParser):
 
 
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
-    text = report.render(result(**counts), found, RUNS, "manage.py outbox_message show {message_id}")
+    text = report.render(result(**counts), found, "manage.py outbox_message show {message_id}")
     parsed = Tags()
     parsed.feed(text)
     return text, parsed
@@ -168,7 +167,7 @@ def test_a_group_that_is_called_message_hides_no_message() -> None:
     found["rules"][0]["groups"] = {"message": {**NONE, "LATE": 7}}
     text = metrics.render(found, "shop")
     assert 'group="",class="LOST"} 2' in text and 'group="message",class="LATE"} 7' in text
-    page = report.render(found, [], [], "")
+    page = report.render(found, [], "")
     assert "<td>message</td>" in page and "<td>group message</td>" in page
 
 
@@ -206,7 +205,7 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
-    shown.feed(report.render(found, [], [], ""))
+    shown.feed(report.render(found, [], ""))
     text = " ".join("".join(shown.text).split())
     parts = ("Judged up to 2025-06-01 12:00:00 UTC, 1 min 5 s before the end of the run (grace: 30 s).",
         "What to do first", "LOST of rule <rule>: 5 (5 new)",
