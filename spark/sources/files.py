@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import reduce
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
-import pyarrow as pa
-import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
@@ -167,8 +163,13 @@ class FileSource(FrameSource):
             try:
                 if self._database.kind is SourceKind.CSV:
                     return self._spark.read.options(**_CSV, **_STRICT).csv(path)
-                return _read_parquet(self._spark, path)
+                return self._spark.read.parquet(path)
             except AnalysisException as error:
+                if "TIMESTAMP(NANOS" in str(error):
+                    raise UsageProblem(
+                        f"{path} has times in nanoseconds, which Spark cannot read. Export the table again with times "
+                        f"in microseconds (pandas, Arrow: coerce_timestamps='us')."
+                    ) from error
                 if "PATH_NOT_FOUND" not in str(error):
                     raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
         raise TableMissing(
@@ -213,74 +214,6 @@ _REMEDIES: Final = {
     "Apache Iceberg": "Write kind = 'iceberg' in the rules file.",
     "Apache Hudi": "Read the table with Apache Hudi, and write its rows as Parquet into a folder of their own.",
 }
-
-# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no type for nanoseconds. With this setting,
-# Spark reads times in nanoseconds as whole numbers. In this case, only the footers of the Parquet files show which
-# columns are times.
-_AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
-_REMEDY: Final = "Export the table again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
-
-
-def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
-    """The rows of the Parquet files of `path`. Times in nanoseconds are cut to microseconds.
-
-    Raises UsageProblem with the name of the column if Spark would read a column wrong. Raises AnalysisException if
-    Spark cannot read the files.
-    """
-    if spark.conf.get(_AS_NUMBERS) != "true":
-        try:
-            return spark.read.parquet(path)
-        except AnalysisException as error:
-            if "TIMESTAMP(NANOS" not in str(error):
-                raise
-        # Spark reads this setting again when it reads the rows, so only the end of the run resets it
-        # (session.settings_of_a_run).
-        spark.conf.set(_AS_NUMBERS, "true")
-    frame = spark.read.parquet(path)
-    return frame.withColumns(
-        {name: _cut_to_microseconds(name) for name in _nanosecond_columns(path, frame.inputFiles())}
-    )
-
-
-def _cut_to_microseconds(name: str) -> SparkColumn:
-    quoted = f"`{name.replace('`', '``')}`"
-    # Integer division rounds towards zero, so it would round times before 1970 up. So the expression first subtracts
-    # the nanoseconds after the last whole microsecond.
-    return F.expr(f"timestamp_micros(({quoted} - pmod({quoted}, 1000L)) div 1000L)")
-
-
-def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
-    """The columns with times in nanoseconds. These columns must be the same in all files, because Spark uses the footer
-    of one file for all files."""
-    found: set[str] | None = None
-    for file in files:
-        schema = _footer(file)
-        leaves = [schema.column(number) for number in range(len(schema.names))]
-        # Arrow shows INT96 as nanoseconds too, but Spark reads INT96 as times, whatever _AS_NUMBERS is.
-        nanos = {leaf.path for leaf in leaves if leaf.physical_type == "INT64" and "nanos" in str(leaf.logical_type)}
-        times = {field.name for field in schema.to_arrow_schema() if pa.types.is_timestamp(field.type)}
-        here = nanos & times
-        if nested := sorted(nanos - here):
-            raise UsageProblem(
-                f"{path}: column {nested[0]!r} has times in nanoseconds inside a nested value. {_REMEDY}"
-            )
-        if found is not None and found != here:
-            names = ", ".join(sorted(found ^ here))
-            raise UsageProblem(
-                f"{path}: column {names} has times in nanoseconds in some files, but not in all files. {_REMEDY}"
-            )
-        found = here
-    return found or set()
-
-
-def _footer(file: str) -> pq.ParquetSchema:
-    uri = re.sub(r"^s3[an]://", "s3://", file)
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return pq.read_metadata(unquote(parts.path)).schema
-    filesystem, name = pafs.FileSystem.from_uri(uri)
-    return pq.read_metadata(name, filesystem=filesystem).schema
-
 
 MAX_TEXT: Final = 2**31 - 1
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
