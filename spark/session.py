@@ -101,17 +101,7 @@ def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def java_version(java: Path) -> int:
-    """The major version of a `java` program; 0 if the program does not run.
-
-    The file `release` of a JDK has the version too. To read it is faster than to start Java.
-    """
-    try:
-        real = java.resolve(strict=True)
-        found = re.search(r'^JAVA_VERSION="(\d{2,})', (real.parent.parent / "release").read_text("utf-8"), re.MULTILINE)
-        if found is not None and os.access(real, os.X_OK):
-            return int(found[1])
-    except (OSError, UnicodeDecodeError):
-        pass
+    """The major version of a `java` program; 0 if the program does not run."""
     try:
         result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

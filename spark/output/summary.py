@@ -67,7 +67,7 @@ def boundary(result: Mapping[str, Any]) -> str:
     until, finished = _moment(last["until"]), _moment(result["finished_at"])
     of_rule = f" for the rule {_one_line(last['name'])}" if len(result["rules"]) > 1 else ""
     text = (
-        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {duration(finished - until)} before the end of the run "
+        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {_span(finished - until)} before the end of the run "
         f"(grace: {last['grace_seconds']:g} s)."
     )
     dated = [each for each in result["snapshots"] if each["watermark"]]
@@ -79,15 +79,9 @@ def boundary(result: Mapping[str, Any]) -> str:
     return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
 
 
-def duration(span: timedelta) -> str:
-    """A duration in its two largest units, as in `2 h 5 min`. A negative duration is `0 s`."""
-    rest = max(0, round(span.total_seconds()))
-    parts: list[str] = []
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        count, rest = divmod(rest, size)
-        if count or parts:
-            parts.append(f"{count} {unit}" if count else "")
-    return " ".join(filter(None, parts[:2])) or "0 s"
+def _span(span: timedelta) -> timedelta:
+    """A duration in whole seconds; 0 if it is negative."""
+    return max(timedelta(0), timedelta(seconds=round(span.total_seconds())))
 
 
 def _moment(text: str) -> datetime:

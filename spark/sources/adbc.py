@@ -100,11 +100,9 @@ class PostgresDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """See DataSource."""
         return FORMAT
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """See DataSource."""
         return PostgresReader(self.options, schema)
 
 
@@ -119,13 +117,10 @@ class PostgresReader(DataSourceReader):
         self._schema = arrow_schema(schema)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader."""
         return [QueryPartition(query) for query in self._queries]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader. If reading fails, the method raises RuntimeError with a text that starts with FAILURE,
-        so that the driver recognises the error.
-        """
+        """Raises RuntimeError with a text that starts with FAILURE, so that the driver recognises the error."""
         assert isinstance(partition, QueryPartition)
         import adbc_driver_manager
 

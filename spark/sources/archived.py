@@ -217,14 +217,12 @@ class ArchivedSource(PostgresSource):
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
-        """See DataSource."""
         super().close()
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. The result is the time before which messages may be missing in both archive and log. If
-        messages are missing between archive and log, the result is `live_horizon`.
-        """
+        """The time before which messages may be missing in both archive and log. If messages are missing between archive
+        and log, it is that of the log alone."""
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:
             return live
@@ -246,7 +244,6 @@ class ArchivedSource(PostgresSource):
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         frames = [super().read(selections, since, until)]
         for selection in selections:
             edge = self._archived_before(selection)
@@ -259,7 +256,6 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         live = super().read_keys(wanted)
         frames = [live]
         for selection, keys in wanted:
@@ -300,7 +296,7 @@ class ArchiveSource(FrameSource):
         self._manifest = manifest
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The watermark is the end of the newest pass."""
+        """The watermark is the end of the newest pass."""
         manifest = self._manifest = existing_manifest(self._store)
         if manifest.until is None or not manifest.state:
             raise RunIncomplete(
@@ -317,7 +313,7 @@ class ArchiveSource(FrameSource):
         )
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing for a view that the archive does not have."""
+        """Raises TableMissing for a view that the archive does not have."""
         manifest = self._manifest
         assert manifest is not None
         if selection.table == FOLDER:
@@ -339,7 +335,7 @@ class ArchiveSource(FrameSource):
         raise TableMissing(f"the archive {self._database.location} has no table {selection.table!r}: {needs}.")
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. Before this time, messages are neither in the archive nor were they in the log."""
+        """Before this time, messages are neither in the archive nor were they in the log."""
         return None if self._manifest is None else self._manifest.complete_from(topic)
 
     def _state(self, view: str, schema: StructType, manifest: Manifest) -> DataFrame:

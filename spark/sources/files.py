@@ -23,7 +23,7 @@ from .sql import is_column
 
 
 class FrameSource:
-    """A source whose tables Spark can read without this package's reader. Subclasses implement `table`."""
+    """A `base.DataSource` whose tables Spark can read without this package's reader. Subclasses implement `table`."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
         self._spark, self._database = spark, database
@@ -39,7 +39,7 @@ class FrameSource:
         raise NotImplementedError
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. Files are complete up to the configured watermark.
+        """Files are complete up to the configured watermark.
 
         Without a watermark, the source reads the newest time of each table. The source assumes that the files are
         complete up to the earliest of these times.
@@ -73,14 +73,12 @@ class FrameSource:
         return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
 
     def close(self) -> None:
-        """See DataSource."""
         self._tables.clear()
 
     def gave_way(self) -> None:
-        """See DataSource. Files have no locks."""
+        """Files have no locks."""
 
     def check(self, selection: TableSelection) -> None:
-        """See DataSource."""
         try:
             _ = self._selected(self._limited(selection, None), selection).schema
         except AnalysisException as error:
@@ -90,25 +88,21 @@ class FrameSource:
             ) from error
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See DataSource."""
         return self._limited(selection, since).isEmpty()
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See DataSource."""
         key = _expression(selection.key, self._table(selection)).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])
 
     def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
@@ -118,8 +112,7 @@ class FrameSource:
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. For files, the horizon is always None. If old messages are missing in an export, the user
-        must give --from."""
+        """Always None. If old messages are missing in an export, the user must give --from."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -154,7 +147,7 @@ class FileSource(FrameSource):
         self._plain: set[str] = set()
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing if the table has no file."""
+        """Raises TableMissing if the table has no file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
         if self._database.kind is SourceKind.PARQUET:

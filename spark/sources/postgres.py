@@ -59,7 +59,7 @@ _COMPARABLE: Final = {
 
 
 class PostgresSource:
-    """One PostgreSQL database. `open` takes the snapshot; all reads until `close` see this snapshot only."""
+    """A `base.DataSource`: one PostgreSQL database. `open` takes the snapshot, which all reads until `close` see."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
         self._spark, self._database, self._name = spark, database, name
@@ -69,7 +69,6 @@ class PostgresSource:
         self._types: dict[str, dict[str, str]] = {}
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource."""
         self.close()
         connection = self._connect()
         try:
@@ -146,7 +145,6 @@ class PostgresSource:
         return row
 
     def close(self) -> None:
-        """See DataSource."""
         if self._coordinator is not None:
             import adbc_driver_manager
 
@@ -157,11 +155,9 @@ class PostgresSource:
             self._blocking.close()
 
     def gave_way(self) -> RunIncomplete | None:
-        """See DataSource."""
         return None if self._blocking is None else self._blocking.gave_way
 
     def check(self, selection: TableSelection) -> None:
-        """See DataSource."""
         if selection.is_optional:
             table = sql.text(self.table_of(selection))
             [(may_read,)] = self.query(f"SELECT coalesce(has_table_privilege(to_regclass({table}), 'SELECT'), false)")
@@ -184,14 +180,12 @@ class PostgresSource:
         )
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See DataSource."""
         where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
@@ -200,7 +194,6 @@ class PostgresSource:
         return self._frame(selections[0], queries)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See DataSource."""
         if self.is_unique(selection):
             return None
         key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
@@ -216,7 +209,6 @@ class PostgresSource:
         return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         queries = []
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
@@ -244,7 +236,6 @@ class PostgresSource:
             )
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource."""
         view = sql.table_name("topic_v1", self._database.schema)
         rows = self.query(
             f"SELECT pruned_at - retention_seconds * interval '1 s' FROM {view} WHERE topic = {sql.text(topic)}",

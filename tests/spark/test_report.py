@@ -207,7 +207,7 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     shown = Tags()
     shown.feed(report.render(found, [], ""))
     text = " ".join("".join(shown.text).split())
-    parts = ("Judged up to 2025-06-01 12:00:00 UTC, 1 min 5 s before the end of the run (grace: 30 s).",
+    parts = ("Judged up to 2025-06-01 12:00:00 UTC, 0:01:05 before the end of the run (grace: 30 s).",
         "What to do first", "LOST of rule <rule>: 5 (5 new)",
         "outbox-reconcile plan --rules reconcile.toml --output 'out put' > plan.jsonl "
         "python manage.py outbox_repair plan.jsonl --publisher '<rule>=MODULE.FUNCTION'",
@@ -231,7 +231,7 @@ def test_a_boundary_that_lags_names_the_database_and_the_reason() -> None:
         {**found["snapshots"][0], "database": "shop", "watermark": "2025-06-01T09:30:30+00:00", "notes": [note]}
     )
     assert summary.boundary(found) == (
-        "Judged up to 2025-06-01 09:30:00 UTC for the rule refunds, 2 h 30 min before the end of the run "
+        "Judged up to 2025-06-01 09:30:00 UTC for the rule refunds, 2:30:00 before the end of the run "
         f"(grace: 30 s). The database shop is complete only up to 2025-06-01 09:30:30: {note}."
     )
     found.update(mode="interval", interval=["2025-06-01T00:00:00+00:00", "2025-06-02T00:00:00+00:00"])
