@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
-from ..judging.remedies import REMEDIES
+from ..judging.remedies import REMEDIES, TRACE
 from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
 
@@ -45,11 +45,8 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
     return rows
 
 
-def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
-    """The HTML page of a result, with the findings of its first SHOWN_CAUSES causes.
-
-    found: some findings of each cause. trace: the rules' trace command.
-    """
+def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+    """The HTML page of a result, with the findings of its first SHOWN_CAUSES causes; `found` has some of each cause."""
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -57,7 +54,7 @@ def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{_text(_title(result))}</title><style>{style}</style></head>\n<body><main>"
         f"{_head(result)}{_actions(result)}{_tiles(result)}{_causes(result)}{_counts(result)}{_last_runs(result)}"
-        f"{_findings(result, found, trace)}{_boundary(result)}{_reading_guide()}</main></body></html>\n"
+        f"{_findings(result, found)}{_boundary(result)}{_reading_guide()}</main></body></html>\n"
     )
 
 
@@ -269,7 +266,7 @@ _COMMAND: Final = re.compile("`([^`]+)`")
 _COLUMNS: Final = ("Key", "What", "Time", "First seen")
 
 
-def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
+def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
     """The section with the findings of the first causes."""
     if not found:
         return "<section><h2>Findings</h2><p>None.</p></section>"
@@ -281,7 +278,7 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
     for cause in result["causes"][:SHOWN_CAUSES]:
         if (listed := by_cause.get(cause["id"])) is None:
             continue
-        rows = "".join(f"<tbody>{_finding(each)}{_more(each, trace)}</tbody>" for each in listed)
+        rows = "".join(f"<tbody>{_finding(each)}{_more(each)}</tbody>" for each in listed)
         sections.append(
             f"{_cause_head(cause, listed)}<div class='wide'><table class='found'>{head}{rows}</table></div>"
         )
@@ -326,12 +323,12 @@ def _finding(finding: Mapping[str, Any]) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _more(finding: Mapping[str, Any], trace: str) -> str:
+def _more(finding: Mapping[str, Any]) -> str:
     """All evidence about the finding's key, in a part of the page that the reader can open."""
     if finding["class"] in CLOSED:
         return ""
     known = json.loads(finding["evidence"] or "{}")
-    command = trace_command(finding, trace)
+    command = trace_command(finding)
     shown = f"<code>{_text(command)}</code>" if command else "no message exists"
     messages = known.get("messages") or []
     parts = [
@@ -410,11 +407,11 @@ def _time(text: str | None) -> str:
     return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
 
 
-def trace_command(finding: Mapping[str, Any], trace: str) -> str:
+def trace_command(finding: Mapping[str, Any]) -> str:
     """The command that traces the finding's message through the broker; empty if the finding names no message."""
     if not finding["message_id"]:
         return ""
-    return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
+    return TRACE.replace("{message_id}", shlex.quote(finding["message_id"]))
 
 
 def _last_runs(result: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def compose(
         "snapshots": [_plain(each) for each in snapshots],
         "confirmed_by_snapshots": [_plain(each) for each in confirmed_by],
         "rules": [_of_rule(judged) for judged in found.rules],
-        "causes": causes.described(found.causes, samples, options.output, str(options.rules), job.rules.trace),
+        "causes": causes.described(found.causes, samples, options.output, str(options.rules)),
         "totals": totals,
         "faults": faults,
         "open_subjects": found.still_open,
@@ -95,7 +95,7 @@ def publish(
     Returns an error text if report.html or metrics could not be written, else None. If the result itself cannot be written,
     the function raises UsageProblem, and the previous result stays in force.
     """
-    text = report.render(result, samples, job.rules.trace)
+    text = report.render(result, samples)
     try:
         job.store.protect(f"runs/{job.name}")
         job.store.write(result["report"], text)

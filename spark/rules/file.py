@@ -43,7 +43,6 @@ from .rule import (
 )
 from .toml import TomlTable
 
-DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "dsn", "path", "namespace")
 
@@ -94,8 +93,7 @@ class _Reader:
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        keys = ("database", "trace", "archive", "events")
-        broker = TomlTable(self.problems, document.get("broker", {}), "broker", keys)
+        broker = TomlTable(self.problems, document.get("broker", {}), "broker", ("database", "archive", "events"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         self._events = self._declared(broker)
@@ -113,7 +111,6 @@ class _Reader:
             title=top.text("title") or "Reconciliation",
             databases=databases,
             broker=broker_name,
-            trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
             archive=broker.text("archive"),
             output_mode=self._output_mode(output),

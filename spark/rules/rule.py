@@ -345,7 +345,6 @@ class Rules:
     title: str
     databases: dict[str, DatabaseRule]
     broker: str
-    trace: str
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE

@@ -171,24 +171,18 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem if the files belong to a table format (Delta Lake, for example), because only the log of
-        such a table shows which files are current."""
+        """Raise UsageProblem if the files belong to a table format, because only the log of such a table shows which
+        files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
-            if folder in self._plain:
-                continue
-            # One look for all formats, because Spark takes its time for each path that is not there.
-            is_plain = not self._is_there(f"{folder}/{{{','.join(_LOGS.values())}}}")
-            if is_plain:
-                self._plain.add(folder)
-                continue
-            for name, log in _LOGS.items():
-                if self._is_there(f"{folder}/{log}"):
-                    raise UsageProblem(
-                        f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would also read files "
-                        f"with rows that were removed or replaced. {_REMEDIES[name]}"
-                    )
+            if folder not in self._plain and self._is_there(f"{folder}/{_LOGS}"):
+                raise UsageProblem(
+                    f"{folder} is a table of Delta Lake, Iceberg or Hudi, and kind = 'parquet' would also read files "
+                    f"with rows that were removed or replaced. Write kind = 'delta' or kind = 'iceberg'; of Hudi, "
+                    f"export the rows as Parquet into a folder of their own."
+                )
+            self._plain.add(folder)
 
     def _is_there(self, path: str) -> bool:
         try:
@@ -200,14 +194,9 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats that use Parquet. Each format is recognised by a file or folder that it has in the folder of a table.
-_LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
-_REMEDIES: Final = {
-    "Delta Lake": "Write kind = 'delta' in the rules file.",
-    "Apache Iceberg": "Write kind = 'iceberg' in the rules file.",
-    "Apache Hudi": "Read the table with Apache Hudi, and write its rows as Parquet into a folder of their own.",
-}
-
+# The files by which the folder of a table of Delta Lake, Iceberg or Hudi is recognised. One pattern for all, because
+# Spark takes its time for each path that is not there.
+_LOGS: Final = "{_delta_log,metadata/*.metadata.json,.hoodie}"
 MAX_TEXT: Final = 2**31 - 1
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 

@@ -87,8 +87,7 @@ def counted(name: str, detail: str = "", *, findings: int = 1, **changed: Any) -
 
 def described(counts: list[FindingCounts], *examples: dict[str, Any]) -> list[dict[str, Any]]:
     """The causes as result.json has them."""
-    trace = "manage.py outbox_message show {message_id}"
-    return causes.described(causes.causes(counts), examples, "out put", "reconcile.toml", trace)
+    return causes.described(causes.causes(counts), examples, "out put", "reconcile.toml")
 
 
 def finding(text: str) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class Tags(HTMLParser):
 
 
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
-    text = report.render(result(**counts), found, "manage.py outbox_message show {message_id}")
+    text = report.render(result(**counts), found)
     parsed = Tags()
     parsed.feed(text)
     return text, parsed
@@ -139,8 +138,8 @@ def test_hostile_keys_in_the_html_report() -> None:
 
 
 def test_the_trace_command_is_one_word_for_the_shell() -> None:
-    assert report.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
-    assert report.trace_command({"message_id": None}, "trace {message_id}") == ""
+    assert report.trace_command(finding("$(rm -rf /)")) == "python manage.py outbox_message show '$(rm -rf /)'"
+    assert report.trace_command({"message_id": None}) == ""
 
 
 def test_a_clean_report_says_so() -> None:
@@ -167,7 +166,7 @@ def test_a_group_that_is_called_message_hides_no_message() -> None:
     found["rules"][0]["groups"] = {"message": {**NONE, "LATE": 7}}
     text = metrics.render(found, "shop")
     assert 'group="",class="LOST"} 2' in text and 'group="message",class="LATE"} 7' in text
-    page = report.render(found, [], "")
+    page = report.render(found, [])
     assert "<td>message</td>" in page and "<td>group message</td>" in page
 
 
@@ -205,7 +204,7 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
-    shown.feed(report.render(found, [], ""))
+    shown.feed(report.render(found, []))
     text = " ".join("".join(shown.text).split())
     parts = ("Judged up to 2025-06-01 12:00:00 UTC, 0:01:05 before the end of the run (grace: 30 s).",
         "What to do first", "LOST of rule <rule>: 5 (5 new)",
@@ -297,11 +296,11 @@ def test_the_commands_fit_the_cause() -> None:
     assert commands(counted("DEAD", **group))[1] == (
         "python manage.py outbox_dead_letter replay logistics --topic order.paid"
     )
-    assert commands(counted("ORPHAN")) == [f"manage.py outbox_message show {oldest['message_id']}"]
+    assert commands(counted("ORPHAN")) == [f"python manage.py outbox_message show {oldest['message_id']}"]
     (listed,) = commands(counted("ORPHAN"), message_id="--help; rm -rf /")
     assert listed.startswith("outbox-reconcile findings "), "an id that is no id goes into no command"
     assert commands(counted("RECOVERED")) == []
-    (cause,) = causes.described(causes.causes([counted("MISMATCH")]), [], "s3a://key:hunter2@bucket/x", "r.toml", "")
+    (cause,) = causes.described(causes.causes([counted("MISMATCH")]), [], "s3a://key:hunter2@bucket/x", "r.toml")
     assert "hunter2" not in json.dumps(cause), "the page must not repeat a password"
 
 
@@ -315,7 +314,7 @@ def test_a_page_shows_the_first_causes_and_says_where_the_rest_is() -> None:
         for cause in found["causes"]
         for _ in range(2)
     ]
-    text = report.render(found, samples, "")
+    text = report.render(found, samples)
     assert len(text.encode()) < 5_000_000
     parsed = Tags()
     parsed.feed(text)
