@@ -260,32 +260,23 @@ class Rule:
 
 
 class FindingClass(enum.StrEnum):
-    """The classes of a subject (the message of a key, or a key's effect in one group), in order of precedence."""
+    """The classes of a subject (the message of a key, or a key's effect in one group), in order of precedence.
+
+    `judging/remedies.py` has the meaning of each class that is a finding.
+    """
 
     ORPHAN = "ORPHAN"
-    """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
     HALF_STUCK = "HALF_STUCK"
-    """A half message is parked, or undecided for longer than stuck_after."""
     LOST = "LOST"
-    """A business row without a message."""
     UNREADABLE = "UNREADABLE"
-    """The body (or a compared field) of a committed message cannot be read as the rule declares."""
     DUPLICATE = "DUPLICATE"
-    """More messages than rows, more rows than keys, or more effects than messages."""
     DEAD = "DEAD"
-    """A group gave the message up: the message is in the group's dead-letter queue, and was not replayed."""
     UNDELIVERED = "UNDELIVERED"
-    """A group has written no effect within the limit that the rule declares for the group."""
     MISMATCH = "MISMATCH"
-    """A compared field differs."""
     WRONG_EFFECT = "WRONG_EFFECT"
-    """An effect has another value than its message."""
     WRONG_SUM = "WRONG_SUM"
-    """The values of a message's effects do not add up to the value of the message."""
     EARLY = "EARLY"
-    """An effect is older than its row, by more than the rule's grace."""
     LATE = "LATE"
-    """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
     """The subject is too young to be judged, or its limits have not passed yet, so the next run judges it again."""
     ERASED = "ERASED"
