@@ -21,7 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from .common.errors import RunIncomplete, UsageProblem, readable_errors
 from .common.progress import Progress
@@ -51,9 +54,6 @@ from .sources.archived import (
 )
 from .sources.base import ColumnKind, released
 from .sources.postgres import PostgresSource
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
 _ABSENT: Final = "\x01"
@@ -176,8 +176,6 @@ class Archive:
             return count
 
     def _erase_in(self, manifest: Manifest, place: int, erased: list[tuple[Any, ...]], secret: str) -> int:
-        from pyspark.sql import functions as F
-
         each = manifest.passes[place]
         ids = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "message"}
         keys = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "key"}
@@ -246,7 +244,8 @@ class Archive:
         with self._progress.step(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}"):
             with readable_errors("archiving messages"):
                 expected, topics = self._expected(terms)
-                self._write(folder, terms)
+                frame = self._source.read([archived_messages(*terms)], None)
+                self._write_days(frame.withColumn("day", F.to_date("stored_at")), folder)
                 self._write_timed_out(name, since, until)
                 if is_last:
                     self._write_state(name, until)
@@ -303,12 +302,6 @@ class Archive:
             count, checksum = count + int(messages), checksum ^ int(part)
         return (count, checksum), {str(row[0]): int(row[1]) for row in rows}
 
-    def _write(self, folder: str, terms: list[str]) -> None:
-        from pyspark.sql import functions as F
-
-        frame = self._source.read([archived_messages(*terms)], None).withColumn("day", F.to_date("stored_at"))
-        self._write_days(frame, folder)
-
     def _write_days(self, frame: DataFrame, folder: str) -> None:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
@@ -350,8 +343,6 @@ class Archive:
 
         `_expected` computes the checksum in the broker's database by the same formula.
         """
-        from pyspark.sql import functions as F
-
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
         number = F.conv(F.substring(F.md5(F.concat_ws("|", *parts).cast("binary")), 1, 15), 16, 10).cast("bigint")
         frame = read_passes(self._spark, [self._store.spark_path(folder)])
@@ -383,9 +374,7 @@ def _as_text(name: str) -> str:
     return f"md5({name})" if kind is ColumnKind.BINARY else f"{name}::text"
 
 
-def _as_column(name: str, kind: ColumnKind) -> Any:
-    from pyspark.sql import functions as F
-
+def _as_column(name: str, kind: ColumnKind) -> Column:
     if kind is ColumnKind.TIMESTAMP:
         return F.unix_micros(name).cast("string")
     return F.md5(name) if kind is ColumnKind.BINARY else F.col(name).cast("string")

@@ -14,7 +14,10 @@ Each stage gets the return values of the earlier stages, and calls no earlier st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
@@ -32,9 +35,6 @@ from .stages.confirm import OPEN_SCHEMA, ConfirmedRule
 from .stages.job import Job
 from .stages.prepare import PreparedRule, prepare
 from .stages.scan import ScannedRule, scan
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
@@ -128,8 +128,6 @@ def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Source
 
 def _still_open(spark: SparkSession, job: Job, previous: dict[str, Any] | None) -> DataFrame | None:
     """The open subjects of the previous result, for the rules of this run (OPEN_SCHEMA); None if there are none."""
-    from pyspark.sql import functions as F
-
     if previous is None or not previous["open_subjects"]:
         return None
     with readable_errors("reading the previous result"):

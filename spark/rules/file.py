@@ -161,7 +161,7 @@ class _Reader:
 
     @staticmethod
     def _output_mode(table: TomlTable) -> int:
-        given = table.text("mode") if "mode" in table.values else None
+        given = table.text("mode")
         if given is None:
             return DEFAULT_OUTPUT_MODE
         mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
@@ -202,7 +202,7 @@ class _Reader:
             name=name,
             kind=kind,
             location=self._location(table, kind, given[0]) if given else "",
-            schema=table.text("schema", "public") or "public",
+            schema=table.text("schema") or "public",
             watermark=table.text("watermark"),
             longest_transaction_seconds=table.seconds("longest_transaction", DEFAULT_LONGEST_TRANSACTION_SECONDS),
         )
@@ -395,7 +395,7 @@ class _Reader:
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
         table = TomlTable(self.problems, value, path, (*keys, "compare_effect", "sum_effect"))
-        database = table.text("database", default) or default
+        database = table.text("database") or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
         if effect and ("key" in table.values) == ("message_id" in table.values):

@@ -35,21 +35,19 @@ class TomlTable:
     def _at(self, key: str | None) -> str:
         return ".".join(filter(None, (self._path, key)))
 
-    def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
-        """The text of a key, which must not be empty; `default` if the key is missing."""
-        value = self.values.get(key)
-        if value is None:
-            if required:
-                self.problem(key, "missing", f'add {key} = "…"')
-            return default
-        if not isinstance(value, str) or not value.strip():
-            self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
-            return default
-        return value
+    def text(self, key: str) -> str | None:
+        """The text of a key, which must not be empty; None if the key is missing."""
+        value: object = self.values.get(key)
+        if value is None or (isinstance(value, str) and value.strip()):
+            return value
+        self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
+        return None
 
     def required(self, key: str) -> str:
         """The text of a required key. If the key is missing, report an error and return ''."""
-        return self.text(key, "", required=True) or ""
+        if key not in self.values:
+            self.problem(key, "missing", f'add {key} = "…"')
+        return self.text(key) or ""
 
     def flag(self, key: str) -> bool:
         """The boolean value of a key; false if the key is missing."""
