@@ -43,7 +43,6 @@ from .sources.archived import (
     Gap,
     Manifest,
     Pass,
-    archive_of,
     archived_messages,
     columns_of,
     existing_manifest,
@@ -67,7 +66,9 @@ class Archive:
     """Runs passes over the broker of a rules file; verifies earlier passes, and erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
-        database, location = rules.databases[rules.broker], archive_of(rules)
+        database = rules.databases[rules.broker]
+        if rules.archive is None:
+            raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
         if database.kind is not SourceKind.POSTGRES:
             raise UsageProblem(
                 f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
@@ -75,7 +76,7 @@ class Archive:
             )
         self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
-        self._store = Store(location, rules.output_mode)
+        self._store = Store(rules.archive, rules.output_mode)
         # Each pass has a name of its own, so that it ends only its own sessions if another session waits for them.
         self._source = PostgresSource(spark, database, f"{NAME} archive {uuid.uuid4().hex[:6]}")
 

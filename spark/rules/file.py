@@ -19,13 +19,6 @@ from ..common.errors import RulesInvalid, UsageProblem
 from ..common.options import DEFAULT_OUTPUT_MODE
 from .events import DeclaredEvents, EventsUnusable, condition_of
 from .rule import (
-    DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS,
-    DEFAULT_GRACE_SECONDS,
-    DEFAULT_LONGEST_TRANSACTION_SECONDS,
-    DEFAULT_LOOK_BACK_EVERY_SECONDS,
-    DEFAULT_LOOK_BACK_SECONDS,
-    DEFAULT_STUCK_AFTER_SECONDS,
-    DEFAULT_WITHIN_SECONDS,
     FAULTS,
     Acknowledgement,
     DatabaseRule,
@@ -204,7 +197,7 @@ class _Reader:
             location=self._location(table, kind, given[0]) if given else "",
             schema=table.text("schema") or "public",
             watermark=table.text("watermark"),
-            longest_transaction_seconds=table.seconds("longest_transaction", DEFAULT_LONGEST_TRANSACTION_SECONDS),
+            **table.spans("longest_transaction"),
         )
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
@@ -255,12 +248,7 @@ class _Reader:
             message_when=self._message_when(table, event),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
-            grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS),
-            late_after_seconds=table.seconds("late_after", None),
-            stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS),
-            bucket_seconds=table.seconds("bucket", None),
-            look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS),
-            look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)),
+            **self._spans(table),
             allow_empty=table.flag("allow_empty"),
             fields=fields,
             groups=tuple(groups),
@@ -304,11 +292,13 @@ class _Reader:
         return f"({given}) AND {named}" if given else named
 
     @staticmethod
-    def _look_back_every(table: TomlTable) -> float:
-        if "look_back" not in table.values:
-            return 0.0
-        has_checksums = "bucket" in table.values
-        return DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS if has_checksums else DEFAULT_LOOK_BACK_EVERY_SECONDS
+    def _spans(table: TomlTable) -> dict[str, Any]:
+        """Return the durations of a rule. A longer look back is not made with each run; with `bucket`, it reads only the
+        buckets whose checksums differ, so it may be made every hour."""
+        given = table.spans("grace", "late_after", "stuck_after", "bucket", "look_back", "look_back_every")
+        if "look_back" in table.values:
+            given.setdefault("look_back_every_seconds", 3_600.0 if "bucket" in table.values else 86_400.0)
+        return given
 
     @staticmethod
     def _mask(table: TomlTable) -> tuple[str, ...]:
@@ -374,7 +364,7 @@ class _Reader:
             table.problem("tolerance", f"a {kind.value} has none", "remove it, or use integer, decimal or timestamp")
             return None
         if kind is FieldType.TIMESTAMP and isinstance(value, str):
-            return str(table.seconds("tolerance", None) or 0)
+            return str(table.seconds("tolerance") or 0)
         try:
             tolerance = Decimal(str(value))
         except InvalidOperation:
@@ -417,7 +407,7 @@ class _Reader:
             owed_when=table.text("owed_when"),
             compare_effect=self._of_effect(table, "compare_effect", fields),
             sum_effect=self._of_effect(table, "sum_effect", fields),
-            within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS),
+            **table.spans("within"),
             severity=table.choice("severity", FindingSeverity, severity),
         )
 

@@ -80,17 +80,6 @@ class SourceKind(enum.StrEnum):
         )  # fmt: skip
 
 
-DEFAULT_GRACE_SECONDS: Final = 60.0
-DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
-DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
-DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
-# Rows and effects that are written with an earlier time are rarely older than this.
-DEFAULT_LOOK_BACK_SECONDS: Final = 86_400.0
-DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
-# With `bucket`, a look back reads only the buckets whose checksums differ, so it may run every hour.
-DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
     """One source. `location` is the connection string, folder or namespace of the source, with environment
@@ -106,7 +95,7 @@ class DatabaseRule:
     schema: str = "public"
     watermark: str | None = None
     primary: DatabaseRule | None = None
-    longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
+    longest_transaction_seconds: float = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +155,7 @@ class GroupRule:
     sum_effect: tuple[tuple[str, int], ...] = ()
     """Columns whose sum over the effects of a key must equal a field of the message. A message then may have several
     effects."""
-    within_seconds: float = DEFAULT_WITHIN_SECONDS
+    within_seconds: float = 15 * 60.0
     severity: FindingSeverity = FindingSeverity.CRITICAL
 
 
@@ -200,11 +189,12 @@ class Rule:
     message_when: str | None = None
     messages: Messages = Messages.EXACTLY_ONE
     severity: FindingSeverity = FindingSeverity.CRITICAL
-    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    grace_seconds: float = 60.0
     late_after_seconds: float | None = None
-    stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
+    stuck_after_seconds: float = 15 * 60.0
     bucket_seconds: float | None = None
-    look_back_seconds: float = DEFAULT_LOOK_BACK_SECONDS
+    # Rows and effects that are written with an earlier time are rarely older than a day.
+    look_back_seconds: float = 86_400.0
     """Once per `look_back_every_seconds`, an incremental run judges again all rows whose time is at most
     `look_back_seconds` before the last look back; 0 means never."""
     look_back_every_seconds: float = 0.0

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from ..common.options import parse_duration
 
 Choice = TypeVar("Choice", bound=StrEnum)
-Default = TypeVar("Default", bound=float | None)
 
 
 class TomlTable:
@@ -66,15 +65,17 @@ class TomlTable:
         self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(choices)}")
         return default
 
-    def seconds(self, key: str, default: Default) -> float | Default:
-        """The duration of a key, in seconds."""
-        value = self.values.get(key)
-        if value is None:
-            return default
+    def spans(self, *keys: str) -> dict[str, Any]:
+        """The durations that the table gives, as `<key>_seconds`."""
+        given = {f"{key}_seconds": self.seconds(key) for key in keys if key in self.values}
+        return {name: seconds for name, seconds in given.items() if seconds is not None}
+
+    def seconds(self, key: str) -> float | None:
+        """The duration of a key that the table has, in seconds; None if it is no duration."""
+        value = self.values[key]
         seconds = parse_duration(value) if isinstance(value, str) else None
         if seconds is None:
             self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
-            return default
         return seconds
 
     def tables(self, key: str) -> list[tuple[Any, str]]:

@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.store import Store
-from ..rules.rule import DatabaseRule, Rules, SourceKind
+from ..rules.rule import DatabaseRule, SourceKind
 from . import adbc, contract, sql
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .files import FrameSource
@@ -50,10 +50,7 @@ LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """One pass of `outbox-reconcile archive`: it copied the messages that were settled from `since` (None: the
-    beginning) up to `until`.
-
-    `count` is the number of the copied messages, `topics` is their number per topic, and `checksum` is their checksum.
-    """
+    beginning) up to `until`."""
 
     name: str
     since: str | None
@@ -146,13 +143,6 @@ def existing_manifest(store: Store) -> Manifest:
     if manifest is None:
         raise UsageProblem(f"there is no archive at {store.path(MANIFEST)}: create it with outbox-reconcile archive.")
     return manifest
-
-
-def archive_of(rules: Rules) -> str:
-    """The place of the archive. Raises UsageProblem if the rules name none."""
-    if rules.archive is None:
-        raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
-    return rules.archive
 
 
 def removed_by_topic(
