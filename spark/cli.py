@@ -232,9 +232,10 @@ def _archive(given: argparse.Namespace) -> int:
             print(f"{made.folder}: {made.count} messages settled before {made.until}")
         if not passes:
             print("nothing new")
-        problems = [f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until}" for gap in gaps]
         problems = [
-            f"{problem} and are not in the archive. Run outbox-reconcile archive more often." for problem in problems
+            f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until} and are not in the archive. "
+            f"Run outbox-reconcile archive more often."
+            for gap in gaps
         ]
     for problem in problems:
         print(f"outbox-reconcile: {problem}", file=sys.stderr)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from zlib import crc32
 
@@ -84,13 +83,6 @@ _USAGE_CLASSES: Final = ("22", "42", "0A")
 ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
-@dataclass
-class QueryPartition(InputPartition):
-    """The query of one executor task."""
-
-    query: str
-
-
 class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
@@ -114,20 +106,20 @@ class PostgresReader(DataSourceReader):
         self._snapshot: str = options.get("snapshot", "")
         self._name: str = options.get("name", NAME)
         self._queries: list[str] = json.loads(options["queries"])
-        self._schema = arrow_schema(schema)
+        fields = [(field.name, ARROW_TYPES[field.dataType.simpleString()]) for field in schema.fields]
+        self._schema = pa.schema(fields)
 
     def partitions(self) -> Sequence[InputPartition]:
-        return [QueryPartition(query) for query in self._queries]
+        return [InputPartition(query) for query in self._queries]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Raises RuntimeError with a text that starts with FAILURE, so that the driver recognises the error."""
-        assert isinstance(partition, QueryPartition)
         import adbc_driver_manager
 
         try:
-            yield from self._batches(partition.query)
+            yield from self._batches(partition.value)
         except adbc_driver_manager.Error as error:
-            read = partition.query.partition(" FROM ")[2][:_SHOWN_QUERY]
+            read = partition.value.partition(" FROM ")[2][:_SHOWN_QUERY]
             raise RuntimeError(f"{FAILURE} {reason(error)} (reading {read})") from None
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
@@ -141,13 +133,6 @@ class PostgresReader(DataSourceReader):
                     # Spark refuses a batch with other types, or with another nullability.
                     yield batch.cast(self._schema)
             cursor.execute("COMMIT")
-
-
-def arrow_schema(schema: StructType) -> pa.Schema:
-    """The Arrow schema of the rows of a query."""
-    return pa.schema(
-        [pa.field(field.name, ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
-    )
 
 
 def connect(url: str) -> Any:
