@@ -214,7 +214,9 @@ class Archive:
             readable_errors("erasing messages"),
         ):
             self._write_days(frame.withColumns(columns).drop("by"), made.folder)
-            self._copy_timed_out(replace(manifest, passes=[each]), made)
+            timed_out = read_timed_out(self._spark, self._store, replace(manifest, passes=[each]))
+            if timed_out is not None:
+                timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
             messages, checksum = self._sums(made.folder)
         if messages != each.count:
             raise RunIncomplete(
@@ -316,12 +318,6 @@ class Archive:
         if found:
             frame = self._source.read([replace(columns_of(TIMED_OUT), conditions=tuple(terms))], None)
             frame.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={name}"))
-
-    def _copy_timed_out(self, old: Manifest, made: Pass) -> None:
-        """Write the messages of the old passes that timed out into the new pass."""
-        timed_out = read_timed_out(self._spark, self._store, old)
-        if timed_out is not None:
-            timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
 
     def _write_state(self, name: str, until: str) -> None:
         """Write what no pass has at the end of this pass: messages that are not settled, and dead letters."""

@@ -66,8 +66,9 @@ def boundary(result: Mapping[str, Any]) -> str:
     last = min(result["rules"], key=lambda rule: _moment(rule["until"]))
     until, finished = _moment(last["until"]), _moment(result["finished_at"])
     of_rule = f" for the rule {_one_line(last['name'])}" if len(result["rules"]) > 1 else ""
+    lag = max(timedelta(0), timedelta(seconds=round((finished - until).total_seconds())))
     text = (
-        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {_span(finished - until)} before the end of the run "
+        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {lag} before the end of the run "
         f"(grace: {last['grace_seconds']:g} s)."
     )
     dated = [each for each in result["snapshots"] if each["watermark"]]
@@ -77,11 +78,6 @@ def boundary(result: Mapping[str, Any]) -> str:
     notes = f": {behind['notes'][0]}" if behind["notes"] else ""
     complete = f"{_moment(behind['watermark']):%Y-%m-%d %H:%M:%S}"
     return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
-
-
-def _span(span: timedelta) -> timedelta:
-    """A duration in whole seconds; 0 if it is negative."""
-    return max(timedelta(0), timedelta(seconds=round(span.total_seconds())))
 
 
 def _moment(text: str) -> datetime:

@@ -66,7 +66,6 @@ def parse(
     rules = reader.read(document)
     if reader.problems:
         raise RulesInvalid(path, reader.problems)
-    assert rules is not None
     return rules
 
 
@@ -76,13 +75,9 @@ class _Reader:
         self.problems: list[str] = []
         self._events: DeclaredEvents | None = None
 
-    def read(self, document: dict[str, Any]) -> Rules | None:
-        top = TomlTable(
-            self.problems,
-            document,
-            "",
-            ("version", "title", "database", "broker", "output", "rule", "acknowledge"),
-        )
+    def read(self, document: dict[str, Any]) -> Rules:
+        keys = ("version", "title", "database", "broker", "output", "rule", "acknowledge")
+        top = TomlTable(self.problems, document, "", keys)
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
@@ -90,7 +85,7 @@ class _Reader:
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         self._events = self._declared(broker)
-        rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
+        rules = tuple(self._rule(value, path, databases) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
         names = [rule.name for rule in rules]
@@ -222,7 +217,7 @@ class _Reader:
             return self._environment.get(value, "")
         return value
 
-    def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule], broker: str) -> Rule:
+    def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule]) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")

@@ -13,8 +13,6 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class TomlTable:
-    """Reads typed values from one TOML table, and reports each error with the path of its key."""
-
     def __init__(self, problems: list[str], values: Any, path: str, allowed: tuple[str, ...]) -> None:
         """`problems` gets the errors. `path` is the path of the table; '' for the file."""
         self._problems, self._path = problems, path
