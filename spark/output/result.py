@@ -92,8 +92,8 @@ def publish(
 ) -> str | None:
     """Write the run's report, then the result, then the metrics. The result is in force once `result.json` is written.
 
-    Returns an error text if report.html or metrics could not be written, else None. If the result itself cannot be written,
-    the function raises UsageProblem, and the previous result stays in force.
+    Returns an error text if report.html or metrics could not be written, else None. Raises UsageProblem if the result
+    itself cannot be written; the previous result then stays in force.
     """
     text = report.render(result, samples)
     try:

@@ -66,7 +66,7 @@ class LakeSource(FrameSource):
         self._notes.clear()
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """Raises TableMissing if the table does not exist, UsageProblem if Spark lacks the table format or the catalog."""
+        """Raises TableMissing, or UsageProblem if Spark lacks the table format or the catalog."""
         name = selection.table
         try:
             found = self._found(name)
