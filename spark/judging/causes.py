@@ -181,9 +181,7 @@ def described(
     return result
 
 
-def _commands(
-    cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str
-) -> list[str]:
+def _commands(cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str) -> list[str]:
     """The commands for all findings of a cause, the first check first; empty if only the findings themselves help."""
     name, group = FindingClass(cause.finding_class), shlex.quote(cause.group)
     example = examples[0] if examples else {}

@@ -288,8 +288,8 @@ class _Reader:
 
     @staticmethod
     def _spans(table: TomlTable) -> dict[str, Any]:
-        """Return the durations of a rule. A look back of its own is not made with each run; with `bucket`, it reads only
-        the buckets whose checksums differ, so it may be made every hour."""
+        """Return the durations of a rule. Its own look back is not made with each run. With `bucket`, a look back reads
+        only the buckets whose checksums differ, so it may be made every hour."""
         given = table.spans("grace", "late_after", "stuck_after", "bucket", "look_back", "look_back_every")
         if "look_back" in table.values:
             given.setdefault("look_back_every_seconds", 3_600.0 if "bucket" in table.values else 86_400.0)

@@ -211,7 +211,7 @@ class ArchivedSource(PostgresSource):
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """The time before which messages may be missing in both archive and log. If messages are missing between the two,
+        """The time before which messages may be missing in both archive and log. If some are missing between the two,
         it is that of the log alone."""
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:

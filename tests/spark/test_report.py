@@ -310,7 +310,7 @@ def test_a_page_shows_the_first_causes_and_says_where_the_rest_is() -> None:
     counts = [counted(name, f"column_{n}", findings=1_000) for name in names for n in range(40)]
     found = {**result(**dict.fromkeys(names, 40_000)), "causes": described(counts)}
     samples = [
-        {**finding("'<>\x00" * 100_000), "cause": cause["id"], "class": cause["class"]}
+        {**finding("'<>\x00" * 100_000), "remedy": "Then: that.", "cause": cause["id"], "class": cause["class"]}
         for cause in found["causes"]
         for _ in range(2)
     ]
