@@ -353,7 +353,7 @@ def _remedy(text: str) -> str:
 
 def _code(text: str | None) -> str:
     # Of a row or body with several values.
-    return f"<code>{escape(escaped(_cut(text, 10 * _LONGEST)))}</code>" if text else "none"
+    return f"<code>{escape(escaped(_cut(text, 4 * _LONGEST)))}</code>" if text else "none"
 
 
 _DECIDED_BY: Final = {"P": "by the producer", "K": "by check-back", "O": "by an operator"}
