@@ -21,7 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from .common.errors import RunIncomplete, UsageProblem, readable_errors
 from .common.progress import Progress
@@ -40,7 +43,6 @@ from .sources.archived import (
     Gap,
     Manifest,
     Pass,
-    archive_of,
     archived_messages,
     columns_of,
     existing_manifest,
@@ -51,9 +53,6 @@ from .sources.archived import (
 )
 from .sources.base import ColumnKind, released
 from .sources.postgres import PostgresSource
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
 _ABSENT: Final = "\x01"
@@ -67,7 +66,9 @@ class Archive:
     """Runs passes over the broker of a rules file; verifies earlier passes, and erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
-        database, location = rules.databases[rules.broker], archive_of(rules)
+        database = rules.databases[rules.broker]
+        if rules.archive is None:
+            raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
         if database.kind is not SourceKind.POSTGRES:
             raise UsageProblem(
                 f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
@@ -75,7 +76,7 @@ class Archive:
             )
         self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
-        self._store = Store(location, rules.output_mode)
+        self._store = Store(rules.archive, rules.output_mode)
         # Each pass has a name of its own, so that it ends only its own sessions if another session waits for them.
         self._source = PostgresSource(spark, database, f"{NAME} archive {uuid.uuid4().hex[:6]}")
 
@@ -176,8 +177,6 @@ class Archive:
             return count
 
     def _erase_in(self, manifest: Manifest, place: int, erased: list[tuple[Any, ...]], secret: str) -> int:
-        from pyspark.sql import functions as F
-
         each = manifest.passes[place]
         ids = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "message"}
         keys = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "key"}
@@ -215,7 +214,9 @@ class Archive:
             readable_errors("erasing messages"),
         ):
             self._write_days(frame.withColumns(columns).drop("by"), made.folder)
-            self._copy_timed_out(replace(manifest, passes=[each]), made)
+            timed_out = read_timed_out(self._spark, self._store, replace(manifest, passes=[each]))
+            if timed_out is not None:
+                timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
             messages, checksum = self._sums(made.folder)
         if messages != each.count:
             raise RunIncomplete(
@@ -246,7 +247,8 @@ class Archive:
         with self._progress.step(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}"):
             with readable_errors("archiving messages"):
                 expected, topics = self._expected(terms)
-                self._write(folder, terms)
+                frame = self._source.read([archived_messages(*terms)], None)
+                self._write_days(frame.withColumn("day", F.to_date("stored_at")), folder)
                 self._write_timed_out(name, since, until)
                 if is_last:
                     self._write_state(name, until)
@@ -303,12 +305,6 @@ class Archive:
             count, checksum = count + int(messages), checksum ^ int(part)
         return (count, checksum), {str(row[0]): int(row[1]) for row in rows}
 
-    def _write(self, folder: str, terms: list[str]) -> None:
-        from pyspark.sql import functions as F
-
-        frame = self._source.read([archived_messages(*terms)], None).withColumn("day", F.to_date("stored_at"))
-        self._write_days(frame, folder)
-
     def _write_days(self, frame: DataFrame, folder: str) -> None:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
@@ -322,12 +318,6 @@ class Archive:
         if found:
             frame = self._source.read([replace(columns_of(TIMED_OUT), conditions=tuple(terms))], None)
             frame.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={name}"))
-
-    def _copy_timed_out(self, old: Manifest, made: Pass) -> None:
-        """Write the messages of the old passes that timed out into the new pass."""
-        timed_out = read_timed_out(self._spark, self._store, old)
-        if timed_out is not None:
-            timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
 
     def _write_state(self, name: str, until: str) -> None:
         """Write what no pass has at the end of this pass: messages that are not settled, and dead letters."""
@@ -350,8 +340,6 @@ class Archive:
 
         `_expected` computes the checksum in the broker's database by the same formula.
         """
-        from pyspark.sql import functions as F
-
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
         number = F.conv(F.substring(F.md5(F.concat_ws("|", *parts).cast("binary")), 1, 15), 16, 10).cast("bigint")
         frame = read_passes(self._spark, [self._store.spark_path(folder)])
@@ -383,9 +371,7 @@ def _as_text(name: str) -> str:
     return f"md5({name})" if kind is ColumnKind.BINARY else f"{name}::text"
 
 
-def _as_column(name: str, kind: ColumnKind) -> Any:
-    from pyspark.sql import functions as F
-
+def _as_column(name: str, kind: ColumnKind) -> Column:
     if kind is ColumnKind.TIMESTAMP:
         return F.unix_micros(name).cast("string")
     return F.md5(name) if kind is ColumnKind.BINARY else F.col(name).cast("string")

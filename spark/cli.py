@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import session
 from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
-from .common.options import LookBack, RunOptions, parse_moment
+from .common.options import RunOptions, parse_look_back, parse_moment
 from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="outbox-reconcile", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    rules, output, limit, judging, spark = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    rules, output, limit, spark = (argparse.ArgumentParser(add_help=False) for _ in range(4))
     rules.add_argument(
         "--rules", type=Path, default=Path("reconcile.toml"), help="the rules file (default: %(default)s)"
     )
@@ -50,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
         help="folder of the results, or s3a://, gs://, hdfs:// URI (default: %(default)s)",
     )
     limit.add_argument("--limit", type=int, help="print at most this number of lines")
-    judging.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
     _add_spark(spark)
     commands = root.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", parents=[rules, output, judging, spark], help="reconcile once")
+    run = commands.add_parser("run", parents=[rules, output, spark], help="reconcile once")
+    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
     run.add_argument(
         "--from", dest="since", type=_parsed(parse_moment), help="judge rows from this time on (ISO 8601); needs --to"
     )
@@ -62,18 +62,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--look-back",
         nargs="?",
-        const=LookBack(),
-        type=_parsed(LookBack.parse),
+        const=0.0,
+        type=_parsed(parse_look_back),
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
     run.add_argument("--json", action="store_true", help="print the result as JSON")
-    watch = commands.add_parser(
-        "watch", parents=[rules, output, judging, spark], help="reconcile continuously, with Structured Streaming"
-    )
-    how = watch.add_mutually_exclusive_group()
-    how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
-    how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end like `run`")
     archive = commands.add_parser(
         "archive",
         parents=[rules, spark],
@@ -142,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in plan.lines(given.output, rules_file.load(given.rules, is_connected=False), given.limit):
                 print(line)
             return 0
-        commands = {"archive": _archive, "watch": _watch, "run": _run}
-        return commands[given.command](given)
+        return _archive(given) if given.command == "archive" else _run(given)
     except BrokenPipeError:
         # The program that reads the output, such as `head`, has closed the pipe. Discard Python's output buffer,
         # because writing it at exit would fail.
@@ -215,35 +208,6 @@ def _verdict(result: dict[str, Any], output: str) -> str:
     return for_people("\n".join([*summary.lines(result), f"{shown_totals(result)}. Report: {output}/report.html"]))
 
 
-def _watch(given: argparse.Namespace) -> int:
-    """Run `watch`, and return its exit code.
-
-    With --available-now, the exit code is that of `run`. Without --available-now, the function waits for SIGTERM or
-    SIGINT and then returns 0.
-    """
-    options = _options(given)
-    progress = Progress(quiet=given.quiet)
-    rules_file.load(options.rules)
-    spark = _start(given, progress)
-    from . import pipeline
-    from .watch import Watch
-
-    watch = Watch(spark, options, progress)
-    if given.available_now:
-        result = watch.available_now()
-        print(_verdict(result, given.output))
-        return pipeline.exit_code(result)
-    query = watch.every(f"{given.every:g} seconds")
-    stop_requested = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop_requested.set())
-    while not stop_requested.is_set() and not watch.wait(query, 1):
-        pass
-    progress.say("stopping: the running batch ends without a result, and the next start judges the rows of this batch")
-    query.stop()
-    return CLEAN
-
-
 def _archive(given: argparse.Namespace) -> int:
     """Return 0 if the archive is complete.
 
@@ -268,9 +232,10 @@ def _archive(given: argparse.Namespace) -> int:
             print(f"{made.folder}: {made.count} messages settled before {made.until}")
         if not passes:
             print("nothing new")
-        problems = [f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until}" for gap in gaps]
         problems = [
-            f"{problem} and are not in the archive. Run outbox-reconcile archive more often." for problem in problems
+            f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until} and are not in the archive. "
+            f"Run outbox-reconcile archive more often."
+            for gap in gaps
         ]
     for problem in problems:
         print(f"outbox-reconcile: {problem}", file=sys.stderr)
@@ -282,16 +247,6 @@ def _setting(value: str) -> tuple[str, str]:
     if not separator or not name.startswith("spark."):
         raise argparse.ArgumentTypeError(f"{value!r} is not a Spark setting: write spark.driver.memory=8g.")
     return name, setting
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds from 0 to 86400.")
-    return seconds
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:

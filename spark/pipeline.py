@@ -6,7 +6,7 @@
     scan       per rule: classify all keys, write the suspects  stages/scan.py       -> ScannedRule
     confirm    per rule: read the suspects again by key         stages/confirm.py    -> ConfirmedRule
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
-    publish    report, result.json, then history and metrics    output/result.py
+    publish    report, result.json, then metrics             output/result.py
 
 Each stage gets the return values of the earlier stages, and calls no earlier stage.
 """
@@ -14,29 +14,27 @@ Each stage gets the return values of the earlier stages, and calls no earlier st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
-from .output import history, metrics, report
+from .output import metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .rules.rule import FAULTS, Rule
 from .session import settings_of_a_run
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary, released
 from .sources.databases import Sources
-from .sources.staged import Staging
 from .stages import checksums, confirm, findings
 from .stages.confirm import OPEN_SCHEMA, ConfirmedRule
 from .stages.job import Job
 from .stages.prepare import PreparedRule, prepare
 from .stages.scan import ScannedRule, scan
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
 
 
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
@@ -51,16 +49,14 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     job = Job.of(options)
     job.store.check_writable()
     with lock.hold(job.store), settings_of_a_run(spark):
-        return run_job(spark, job, progress)
+        return _run(spark, job, progress or Progress())
 
 
-def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> dict[str, Any]:
-    """Like `run`, for a caller that holds the lock of the output folder."""
+def _run(spark: SparkSession, job: Job, progress: Progress) -> dict[str, Any]:
     options = job.options
-    progress = progress or Progress()
-    sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
+    sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
-    previous, past = _previous_result(job), _past_runs(job)
+    previous = _previous_result(job)
     with released(sources.all):
         snapshots = _open(sources, "taking snapshots", progress)
         prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
@@ -70,9 +66,9 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     with progress.step("stage write: findings"), readable_errors("writing the findings"):
         found = findings.collect(spark, confirmed, still_open, job)
         samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CAUSE)
-        result = compose(job, found, samples, snapshots, confirmed_by)
+        result = compose(job, found, samples, snapshots, confirmed_by, previous)
     with progress.step("stage publish: report and result"):
-        not_shown = publish(job, found, result, samples, past, metrics_file)
+        not_shown = publish(job, result, samples, metrics_file)
     if not_shown:
         progress.say(f"  {not_shown}")
     job.store.remove_old_runs(job.name)
@@ -81,8 +77,7 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
 
 def exit_code(result: dict[str, Any]) -> int:
     """Return 0 for a clean result, 1 for a result with more findings than `fail_above` tolerates."""
-    # A result of an older release, which `watch` may find in force, tolerates none.
-    return FINDINGS if result["status"] == "findings" and not result.get("is_tolerated") else CLEAN
+    return FINDINGS if result["status"] == "findings" and not result["is_tolerated"] else CLEAN
 
 
 def _previous_result(job: Job) -> dict[str, Any] | None:
@@ -98,20 +93,6 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
             f"{'intervals' if not was_interval else 'incremental runs'}."
         )
     return None if was_interval and result["interval"] != job.interval else result
-
-
-def _past_runs(job: Job) -> pa.Table:
-    """The counts of earlier runs.
-
-    If the previous run was killed after it wrote its result, this function first adds that run to the history.
-    """
-    try:
-        in_force = job.store.result()
-        if in_force is not None:
-            history.make_up(job.store, in_force)
-        return history.until(job.store, job.started.date())
-    except OSError as error:
-        raise UsageProblem(f"the history in {job.options.output!r} cannot be read or written: {error}.") from error
 
 
 def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundary]:
@@ -147,8 +128,6 @@ def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Source
 
 def _still_open(spark: SparkSession, job: Job, previous: dict[str, Any] | None) -> DataFrame | None:
     """The open subjects of the previous result, for the rules of this run (OPEN_SCHEMA); None if there are none."""
-    from pyspark.sql import functions as F
-
     if previous is None or not previous["open_subjects"]:
         return None
     with readable_errors("reading the previous result"):

@@ -38,6 +38,8 @@ FIXED_SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
     # With TIMESTAMP_NTZ, a time that is read would have no time zone.
     "spark.sql.timestampType": "TIMESTAMP_LTZ",
+    # With true, times in nanoseconds would be read as whole numbers; with false, Spark refuses their files.
+    "spark.sql.legacy.parquet.nanosAsLong": "false",
     # Without this setting, Spark tries to infer filters from wide rows of CASE expressions. The attempt takes minutes
     # and gigabytes of memory, and finds no filter.
     "spark.sql.constraintPropagation.enabled": "false",
@@ -48,8 +50,6 @@ FIXED_SETTINGS: Final = {
     # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
     "spark.sql.execution.arrow.maxBytesPerBatch": "8m",
 }
-# A run changes this setting if a Parquet file has times in nanoseconds (sources/files.py).
-_CHANGED: Final = "spark.sql.legacy.parquet.nanosAsLong"
 # These settings apply only if this process starts Spark. If spark-submit starts Spark, the configuration of
 # spark-submit applies.
 LOCAL_SETTINGS: Final = {
@@ -101,17 +101,7 @@ def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def java_version(java: Path) -> int:
-    """The major version of a `java` program; 0 if the program does not run.
-
-    The file `release` of a JDK has the version too. To read it is faster than to start Java.
-    """
-    try:
-        real = java.resolve(strict=True)
-        found = re.search(r'^JAVA_VERSION="(\d{2,})', (real.parent.parent / "release").read_text("utf-8"), re.MULTILINE)
-        if found is not None and os.access(real, os.X_OK):
-            return int(found[1])
-    except (OSError, UnicodeDecodeError):
-        pass
+    """The major version of a `java` program; 0 if the program does not run."""
     try:
         result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -212,7 +202,7 @@ def settings_of_a_run(spark: SparkSession) -> Iterator[None]:
     if isinstance(spark, _Deferred):
         yield  # `start` gives it the settings, and no other code uses it.
         return
-    before = {name: spark.conf.get(name, None) for name in (*FIXED_SETTINGS, _CHANGED)}
+    before = {name: spark.conf.get(name, None) for name in FIXED_SETTINGS}
     try:
         for name, value in FIXED_SETTINGS.items():
             spark.conf.set(name, value)

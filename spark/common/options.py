@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from .errors import UsageProblem
 
@@ -15,47 +15,15 @@ _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A micro-batch of a continuous reconciliation: the id of the streaming query, and the number of the batch. A
-    restart does not change the id of the query."""
-
-    query: str
-    number: int
-
-    def is_in(self, result: dict[str, Any] | None) -> bool:
-        """Whether this batch, or a later batch of the same query, published the result."""
-        known = None if result is None else result.get("batch")
-        return known is not None and known["query"] == self.query and known["number"] >= self.number
-
-
-@dataclass(frozen=True, slots=True)
-class LookBack:
-    """The option `look_back`: a run again judges the rows of the last `seconds` before the end of the run's window.
-
-    If `seconds` is None, the `look_back` of each rule applies.
-    """
-
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> LookBack:
-        """A span such as 7d. Raises UsageProblem for any other text."""
-        seconds = parse_duration(text)
-        if not seconds:
-            raise UsageProblem(f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h.")
-        return cls(seconds)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """The options of the command, after parsing.
 
     Without `since` and `until`, a run judges the rows from the end of the previous result's window on (the previous
     result is in the folder `output`). The first run, and a run with `full`, reads everything. With `since` and `until`,
-    a run judges exactly this interval, and carries no subject over to a later run. With `look_back`, a run judges rows
-    of earlier runs again, even if no rule's look back is due. A continuous reconciliation sets the options `batch` and
-    `no_later_than`. The next batch judges the rows that are younger than the time `no_later_than`.
+    a run judges exactly this interval, and carries no subject over to a later run. With `look_back`, a run judges again
+    the rows of the last `look_back` seconds before the end of its window, even if no rule's look back is due; 0 stands
+    for the look back of each rule.
     """
 
     rules: Path
@@ -63,10 +31,8 @@ class RunOptions:
     since: datetime | None = None
     until: datetime | None = None
     full: bool = False
-    look_back: LookBack | None = None
+    look_back: float | None = None
     metrics: Path | None = None
-    batch: Batch | None = None
-    no_later_than: datetime | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageProblem if options exclude each other."""
@@ -98,6 +64,14 @@ def parse_moment(value: str) -> datetime:
 def in_utc(moment: datetime) -> datetime:
     """Return the same moment in UTC. A moment without an offset is in UTC already."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def parse_look_back(text: str) -> float:
+    """The seconds of a look back such as 7d. Raises UsageProblem for any other text."""
+    seconds = parse_duration(text)
+    if not seconds:
+        raise UsageProblem(f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h.")
+    return seconds
 
 
 def parse_duration(text: str) -> float | None:

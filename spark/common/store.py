@@ -6,8 +6,6 @@
     runs/<run>/findings     Parquet, one row per finding
     runs/<run>/open         Parquet, the subjects that the next run judges again
     runs/<run>/report.html
-    history/                findings over the runs, see output/history.py
-    checkpoint/             the checkpoint of a continuous reconciliation
     run.lock, locks/        the lock of the folder, see lock.py
 
 An interrupted run leaves a folder under runs/ that no result names. Later runs remove this folder.
@@ -19,7 +17,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -176,27 +174,6 @@ class Store:
                 f"{self._location}/{name}, which {RESULT} names, cannot be read: {error}. Run the reconciliation again."
             ) from error
 
-    def table(self, name: str, columns: Sequence[str]) -> pa.Table | None:
-        """A Parquet file or folder as a table. The table has those `columns` that exist in the file.
-
-        If the file does not exist, the result is None. Raises UsageProblem if the file is damaged."""
-        try:
-            dataset = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
-            return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowInvalid) as error:
-            raise UsageProblem(
-                f"{self._location}/{name} cannot be read: {error}. Remove the file; only the rows in it are lost."
-            ) from error
-
-    def output_stream(self, name: str) -> pa.NativeFile:
-        """A stream into a new file. A reader sees the file only after `close` in object stores, at once on a disk."""
-        target = f"{self._root}/{name}"
-        if not self._is_local:
-            self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
-        return self._files.open_output_stream(target)
-
     def write_table(self, name: str, table: pa.Table) -> None:
         """Write a table as a Parquet file, in the same way as `write`."""
         buffer = pa.BufferOutputStream()
@@ -227,11 +204,6 @@ class Store:
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
-
-    def make_folder(self, name: str) -> None:
-        """Create a folder into which Spark writes files. The folder gets the permissions that the rules give."""
-        if self._is_local:
-            self._make_folder(Path(f"{self._root}/{name}"))
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():

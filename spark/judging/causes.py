@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from ..common.safe_text import mask_passwords
 from ..rules.rule import CLASSES, CLOSED, FindingClass, FindingSeverity
 from .detail import DELIVERY_TEXTS
-from .remedies import REMEDIES, UUID
+from .remedies import REMEDIES, TRACE, UUID
 
 _SEVERITIES: Final = tuple(FindingSeverity)
 _ORDER: Final = {name.value: place for place, name in enumerate(CLASSES)}
@@ -160,13 +160,12 @@ def _urgency(cause: Cause) -> tuple[Any, ...]:
 
 
 def described(
-    found: Iterable[Cause], examples: Iterable[Mapping[str, Any]], output: str, rules: str, trace: str
+    found: Iterable[Cause], examples: Iterable[Mapping[str, Any]], output: str, rules: str
 ) -> list[dict[str, Any]]:
     """The causes as `result.json` has them, each with `listing` and `commands`. `listing` is the command that prints
     all findings of the cause. `commands` are the first check and the repair.
 
-    `examples` are findings with the id of their `cause`, the oldest of a cause first. `trace` is the rules' trace
-    command.
+    `examples` are findings with the id of their `cause`, the oldest of a cause first.
     """
     of_cause: dict[str, list[Mapping[str, Any]]] = {}
     for finding in examples:
@@ -175,16 +174,14 @@ def described(
     result = []
     for cause in found:
         listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"
-        commands = _commands(cause, of_cause.get(cause.id, []), listing, output, rules, trace) or [listing]
+        commands = _commands(cause, of_cause.get(cause.id, []), listing, output, rules) or [listing]
         fields = {"class" if name == "finding_class" else name: value for name, value in asdict(cause).items()}
         known = {"subject": cause.subject, "meaning": cause.meaning, "listing": listing}
         result.append({**fields, **known, "commands": [] if cause.finding_class in CLOSED else commands})
     return result
 
 
-def _commands(
-    cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str, trace: str
-) -> list[str]:
+def _commands(cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str) -> list[str]:
     """The commands for all findings of a cause, the first check first; empty if only the findings themselves help."""
     name, group = FindingClass(cause.finding_class), shlex.quote(cause.group)
     example = examples[0] if examples else {}
@@ -213,5 +210,5 @@ def _commands(
     wrong = (FindingClass.WRONG_EFFECT, FindingClass.WRONG_SUM, FindingClass.EARLY)
     traced = (FindingClass.ORPHAN, FindingClass.UNREADABLE, FindingClass.DUPLICATE, *wrong)
     if name in traced and re.fullmatch(UUID, message_id):
-        return [trace.replace("{message_id}", message_id)]
+        return [TRACE.replace("{message_id}", message_id)]
     return []

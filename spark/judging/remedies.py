@@ -12,6 +12,8 @@ from pyspark.sql import functions as F
 from ..rules.rule import FindingClass
 
 UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
+# The command that shows the way of a message.
+TRACE: Final = "python manage.py outbox_message show {message_id}"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"
 # The columns of a finding that a remedy may contain in braces, each with the pattern of a safe value.
 _FILLED: Final = {"message_id": UUID, "transaction_id": UUID, "group": _NAME, "topic": _NAME}
@@ -124,13 +126,13 @@ REMEDIES: Final = {
 }
 
 
-def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
+def with_remedies(findings: DataFrame) -> DataFrame:
     """Add the column `remedy` to the findings. The commands in a remedy contain the ids of its finding."""
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
         untraced = known.text.replace(" `{trace}`", "")
-        text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
+        text = F.when(is_traceable, known.text.replace("{trace}", TRACE)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # People copy a command into a shell. So only values that are certainly ids or names go into a command.
     for column, safe in _FILLED.items():

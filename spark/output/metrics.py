@@ -19,8 +19,6 @@ _HELP: Final = {
     "outbox_reconcile_duration_seconds": "The duration of the run that made the newest result.",
     "outbox_reconcile_boundary_timestamp_seconds": "The newest result judges the rows before this time.",
 }
-
-
 _OWNER: Final = "# From the rules file "
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
 from importlib import resources
 from typing import Any, Final
 
-import pyarrow as pa
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
-from ..judging.remedies import REMEDIES
+from ..judging.remedies import REMEDIES, TRACE
 from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
-from .plot import Counts, open_plot, timeline
 
-MAX_BYTES: Final = 100_000
-# The number of characters of a value that the page shows, and the same number if the place for the findings is short.
-LONGEST: Final = 1_000
-_SHORT: Final = 160
+# The causes that the page lists, with their findings. `result.json` has all.
+SHOWN_CAUSES: Final = 30
+# The number of characters of a value that the page shows.
+_LONGEST: Final = 1_000
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
 
 
@@ -47,60 +45,25 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
     return rows
 
 
-def render(
-    result: Mapping[str, Any],
-    found: Sequence[Mapping[str, Any]],
-    timed: pa.Table | None,
-    runs: Sequence[tuple[float, Counts]],
-    trace: str,
-) -> str:
-    """The HTML page of a result, of at most MAX_BYTES bytes in UTF-8. If not everything fits, the page says which files
-    of the output folder have the rest.
-
-    found: the shown findings of each cause. timed: all findings, with the columns class and at. runs: the history.
-    """
-    rest = [_counts(result), "" if timed is None else timeline(timed), _history_section(runs)]
-    after = [_boundary(result), _reading_guide()]
-    everything = {cause["id"] for cause in result["causes"]}
+def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+    """The HTML page of a result, with the findings of its first SHOWN_CAUSES causes; `found` has some of each cause."""
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
-    head = (
+    return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{_text(_title(result))}</title><style>{style}</style></head>\n<body><main>"
+        f"{_head(result)}{_actions(result)}{_tiles(result)}{_causes(result)}{_counts(result)}{_last_runs(result)}"
+        f"{_findings(result, found)}{_boundary(result)}{_reading_guide()}</main></body></html>\n"
     )
-    end = "</main></body></html>\n"
-    # A cause whose findings do not fit has no link, so the first part can only get shorter than with all links.
-    longest = _first_part(result, everything)
-    left = MAX_BYTES - sum(len(part.encode()) for part in (head, longest, *rest, *after, end))
-    findings, shown = _findings_section(result, found, trace, left)
-    return "".join((head, _first_part(result, shown), *rest, findings, *after, end))
 
 
-def _first_part(result: Mapping[str, Any], shown: Collection[str]) -> str:
-    """The sections that a reader sees first. `shown` are the causes whose findings are in the page."""
-    return _head(result) + _actions(result, shown) + _tiles(result) + _causes(result, shown)
+def _text(value: object) -> str:
+    """A value from the data or the rules for the page, cut if it is long, with escapes for invisible characters."""
+    return escape(escaped(_cut(str(value))))
 
 
-def _fitted(rows: Iterable[str], limit: int) -> tuple[str, int]:
-    """The first rows whose total length is at most `limit` bytes, and the number of the other rows."""
-    taken, size, left = [], 0, 0
-    for row in rows:
-        size += len(row.encode())
-        if size <= limit:
-            taken.append(row)
-        else:
-            left += 1
-    return "".join(taken), left
-
-
-def _text(value: object, longest: int = LONGEST) -> str:
-    """A value from the data or the rules for the page, cut to `longest` characters, with escapes for invisible
-    characters."""
-    return escape(escaped(_cut(str(value), longest)))
-
-
-def _cut(text: str, longest: int = LONGEST) -> str:
+def _cut(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}…"
 
 
@@ -120,22 +83,22 @@ def _head(result: Mapping[str, Any]) -> str:
     )
 
 
-def _actions(result: Mapping[str, Any], shown: Collection[str]) -> str:
+def _actions(result: Mapping[str, Any]) -> str:
     """The section with the most urgent actions; empty if there are no open findings."""
     urgent = summary.urgent(result)
     if not urgent:
         return ""
     items = "".join(
-        f"<li>{_link(cause, shown, _text(cause['subject']))}: <b>{summary.counted(cause)}</b>. "
+        f"<li>{_link(cause, _text(cause['subject']))}: <b>{summary.counted(cause)}</b>. "
         f"{_text(cause['meaning'])}{_commands(cause['commands'])}</li>"
         for cause in urgent[: summary.SHOWN_ACTIONS]
     )
     return f"<section><h2>What to do first</h2><ol class='first'>{items}</ol></section>"
 
 
-def _link(cause: Mapping[str, Any], shown: Collection[str], text: str) -> str:
-    """The text as a link to the findings of the cause, if these are in the page."""
-    return f"<a href='#c-{cause['id']}'>{text}</a>" if cause["id"] in shown else text
+def _link(cause: Mapping[str, Any], text: str) -> str:
+    """The text as a link to the findings of the cause."""
+    return f"<a href='#c-{cause['id']}'>{text}</a>"
 
 
 def _commands(commands: Sequence[str]) -> str:
@@ -145,27 +108,26 @@ def _commands(commands: Sequence[str]) -> str:
 _CAUSE_COLUMNS: Final = ("Class", "Column or delivery", "Rule", "Group", "Severity", "Oldest", "Cause")
 
 
-def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
-    """The section with one line per cause."""
+def _causes(result: Mapping[str, Any]) -> str:
+    """The section with one line for each of the first causes."""
     if not result["causes"]:
         return ""
-    rows, left = _fitted((_cause_row(cause, shown) for cause in result["causes"]), 12_000)
+    rows = "".join(map(_cause_row, result["causes"][:SHOWN_CAUSES]))
+    left = len(result["causes"]) - SHOWN_CAUSES
     new, known = (f"<th class='n'>{name}</th>" for name in ("New", "Acknowledged"))
     head = f"<th class='n'>Findings</th>{new}{''.join(f'<th>{name}</th>' for name in _CAUSE_COLUMNS)}{known}"
     listing = f"{result['causes'][0]['listing'].rpartition(' ')[0]} CAUSE"
-    more = (
-        f"<p class='dim'>{left:,} further causes: <code>causes</code> in <code>result.json</code>.</p>" if left else ""
-    )
+    further = f"<p class='dim'>{left:,} further causes: <code>causes</code> in <code>result.json</code>.</p>"
     return (
         "<section><h2>Causes</h2><p class='dim'>One line per cause, the most urgent first. A mismatch in several "
         f"columns is counted in each of them. All findings of a cause: <code>{_text(listing)}</code></p>"
         f"<div class='wide'><table class='causes'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>{more}</section>"
+        f"<tbody>{rows}</tbody></table></div>{further if left > 0 else ''}</section>"
     )
 
 
-def _cause_row(cause: Mapping[str, Any], shown: Collection[str]) -> str:
-    findings = _link(cause, shown, f"{cause['findings']:,}")
+def _cause_row(cause: Mapping[str, Any]) -> str:
+    findings = _link(cause, f"{cause['findings']:,}")
     texts = (
         f"<i class='mark c-{cause['class']}'></i>{cause['class']}",
         _text(cause["detail"] or "–"),
@@ -235,11 +197,9 @@ def _counts(result: Mapping[str, Any]) -> str:
             cells = "".join(_count_cell(name, counts[name.value]) for name in shown)
             name = "message" if not place else f"group {_text(group)}"
             rows.append(f"<tr><td>{label if not place else ''}</td><td>{name}</td>{cells}</tr>")
-    listed, left = _fitted(rows, 8_000)
-    more = f"<p class='dim'>{left:,} further lines: <code>rules</code> in <code>result.json</code>.</p>" if left else ""
     return (
         "<section><h2>Counts per class</h2><div class='wide'><table><thead><tr><th>Rule</th><th>Judged</th>"
-        f"{head}</tr></thead><tbody>{listed}</tbody></table></div>{more}</section>"
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
 
@@ -276,14 +236,10 @@ def _boundary(result: Mapping[str, Any]) -> str:
     notes = [
         f"<li><b>{_text(rule['name'])}</b>: {_text(note)}</li>" for rule in result["rules"] for note in rule["notes"]
     ]
-    read, left = _fitted(rows, 3_000)
-    judged, also_left = _fitted((*windows, *notes), 5_000)
-    left += also_left
-    more = f"<p class='dim'>{left:,} further lines: <code>result.json</code>.</p>" if left else ""
     return (
         "<section><h2>What was compared</h2><div class='wide'><table><thead><tr><th>Look</th><th>Database</th>"
         "<th>Identity</th><th>Snapshot taken</th><th>Complete up to</th><th>Snapshot</th><th>Notes</th></tr></thead>"
-        f"<tbody>{read}</tbody></table></div><ul>{judged}</ul>{more}</section>"
+        f"<tbody>{''.join(rows)}</tbody></table></div><ul>{''.join((*windows, *notes))}</ul></section>"
     )
 
 
@@ -308,93 +264,38 @@ def _seconds(text: str) -> str:
 
 _COMMAND: Final = re.compile("`([^`]+)`")
 _COLUMNS: Final = ("Key", "What", "Time", "First seen")
-# The part of the place for findings up to which the page shows the evidence and long values of the oldest finding of a
-# cause, and up to which it shows those of the other findings.
-_EVIDENCE_OF_OLDEST: Final = 0.5
-_EVIDENCE: Final = 0.9
 
 
-class _Place:
-    """The bytes that are left for the findings."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
-
-    def take(self, text: str, part: float = 1.0) -> bool:
-        """Whether the text fits into this part of the place. If it fits, its bytes are used."""
-        size = len(text.encode())
-        fits = self._used + size <= self._limit * part
-        self._used += size if fits else 0
-        return fits
-
-
-def _findings_section(
-    result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str, limit: int
-) -> tuple[str, Collection[str]]:
-    """The section with the findings, of at most `limit` bytes, and the ids of the causes in it."""
+def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+    """The section with the findings of the first causes."""
     if not found:
-        return "<section><h2>Findings</h2><p>None.</p></section>", ()
+        return "<section><h2>Findings</h2><p>None.</p></section>"
     by_cause: dict[str, list[Mapping[str, Any]]] = {}
     for finding in found:
         by_cause.setdefault(finding["cause"], []).append(finding)
-    place = _Place(limit - _FRAME)
-    shown: dict[str, list[str]] = {}
-    for cause in result["causes"]:
-        listed = by_cause.get(cause["id"])
-        first = listed and _taken(listed[0], trace, place, _EVIDENCE_OF_OLDEST, _cause_head(cause, listed[0], 1))
-        if first:
-            shown[cause["id"]] = [first]
-    for number in range(1, max(map(len, by_cause.values()))):
-        for id_, rows in shown.items():
-            # If a finding does not fit, the younger findings of its cause are not shown either.
-            row = (
-                number < len(by_cause[id_])
-                and len(rows) == number
-                and _taken(by_cause[id_][number], trace, place, _EVIDENCE)
-            )
-            if row:
-                rows.append(row)
     head = "<thead><tr>" + "".join(f"<th>{name}</th>" for name in _COLUMNS) + "</tr></thead>"
-    sections = [
-        _cause_head(cause, by_cause[cause["id"]][0], len(shown[cause["id"]]))
-        + f"<div class='wide'><table class='found'>{head}{''.join(shown[cause['id']])}</table></div>"
-        for cause in result["causes"]
-        if cause["id"] in shown
-    ]
-    left = len(result["causes"]) - len(shown)
-    more = f"The findings of {left:,} causes do not fit into this page. " if left else ""
-    text = (
-        f"<section><h2>Findings</h2>{''.join(sections)}<p class='dim'>{more}All findings with all columns: "
+    sections = []
+    for cause in result["causes"][:SHOWN_CAUSES]:
+        if (listed := by_cause.get(cause["id"])) is None:
+            continue
+        rows = "".join(f"<tbody>{_finding(each)}{_more(each)}</tbody>" for each in listed)
+        sections.append(
+            f"{_cause_head(cause, listed)}<div class='wide'><table class='found'>{head}{rows}</table></div>"
+        )
+    return (
+        f"<section><h2>Findings</h2>{''.join(sections)}<p class='dim'>All findings with all columns: "
         f"<code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p></section>"
     )
-    return text, shown
 
 
-# The bytes of the section that are not in the texts of causes and findings.
-_FRAME: Final = 500
-
-
-def _taken(finding: Mapping[str, Any], trace: str, place: _Place, evidence_part: float, head: str = "") -> str:
-    """The rows of a finding with its evidence if this fits, else without, with short values; empty if neither fits.
-
-    If `head` is given, it needs place too, together with the elements of a table.
-    """
-    table = head and head + "<div class='wide'><table class='found'>" + "-" * 200
-    whole, short = _finding(finding), _finding(finding, _SHORT)
-    for rows, part in ((whole + _more(finding, trace), evidence_part), (whole, evidence_part), (short, 1.0)):
-        text = f"<tbody>{rows}</tbody>"
-        if place.take(table + text, part):
-            return text
-    return ""
-
-
-def _cause_head(cause: Mapping[str, Any], oldest: Mapping[str, Any], shown: int) -> str:
+def _cause_head(cause: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> str:
     """The heading of a cause with its remedy, which names the ids of the oldest finding, and its commands."""
+    oldest = listed[0]
     remedy = "" if cause["class"] in CLOSED else oldest["remedy"] or ""
     has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
     of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
     commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
-    rest = f"{commands}<p class='dim'>{shown} shown, the oldest first.{of_several} All: "
+    rest = f"{commands}<p class='dim'>{len(listed)} shown, the oldest first.{of_several} All: "
     return (
         f"<h3 id='c-{cause['id']}'><i class='mark c-{cause['class']}'></i>{_text(cause['subject'])} "
         f"<span class='dim'>{summary.counted(cause)}</span></h3><p class='dim'>{_text(cause['meaning'])}</p>"
@@ -403,16 +304,16 @@ def _cause_head(cause: Mapping[str, Any], oldest: Mapping[str, Any], shown: int)
     )
 
 
-def _finding(finding: Mapping[str, Any], longest: int = LONGEST) -> str:
-    """The row of a finding, with its values cut to `longest` characters."""
+def _finding(finding: Mapping[str, Any]) -> str:
+    """The row of a finding."""
     also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
-    detail = _text(finding["detail"] or "", longest)
+    detail = _text(finding["detail"] or "")
     if also and finding["class"] not in CLOSED:
-        detail += f" <span class='dim'>(also {_text(', '.join(also), longest)})</span>"
+        detail += f" <span class='dim'>(also {_text(', '.join(also))})</span>"
     if finding["acknowledged"]:
-        detail += f" <b>acknowledged</b> <span class='dim'>{_text(finding['acknowledged'], longest)}</span>"
+        detail += f" <b>acknowledged</b> <span class='dim'>{_text(finding['acknowledged'])}</span>"
     shown = (
-        f"<code>{escape(_cut(visible(finding['key']), longest))}</code>",
+        f"<code>{escape(_cut(visible(finding['key'])))}</code>",
         detail,
         f"<span class='t'>{escape(finding['at'] or '–')}</span>",
         f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",
@@ -422,12 +323,12 @@ def _finding(finding: Mapping[str, Any], longest: int = LONGEST) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _more(finding: Mapping[str, Any], trace: str) -> str:
+def _more(finding: Mapping[str, Any]) -> str:
     """All evidence about the finding's key, in a part of the page that the reader can open."""
     if finding["class"] in CLOSED:
         return ""
     known = json.loads(finding["evidence"] or "{}")
-    command = trace_command(finding, trace)
+    command = trace_command(finding)
     shown = f"<code>{_text(command)}</code>" if command else "no message exists"
     messages = known.get("messages") or []
     parts = [
@@ -451,7 +352,8 @@ def _remedy(text: str) -> str:
 
 
 def _code(text: str | None) -> str:
-    return f"<code>{escape(escaped(text))}</code>" if text else "none"
+    # Of a row or body with several values.
+    return f"<code>{escape(escaped(_cut(text, 4 * _LONGEST)))}</code>" if text else "none"
 
 
 _DECIDED_BY: Final = {"P": "by the producer", "K": "by check-back", "O": "by an operator"}
@@ -505,34 +407,28 @@ def _time(text: str | None) -> str:
     return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
 
 
-def trace_command(finding: Mapping[str, Any], trace: str) -> str:
+def trace_command(finding: Mapping[str, Any]) -> str:
     """The command that traces the finding's message through the broker; empty if the finding names no message."""
     if not finding["message_id"]:
         return ""
-    return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
+    return TRACE.replace("{message_id}", shlex.quote(finding["message_id"]))
 
 
-_SHOWN_RUNS: Final = 10
-
-
-def _history_section(runs: Sequence[tuple[float, Counts]]) -> str:
-    """The section with the history: a plot of all runs and a table of the last ones."""
-    if len(runs) < 2:
-        return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
-    shown = runs[: -_SHOWN_RUNS - 1 : -1]
-    names = [name for name in FAULTS if any(by_class.get(name) for _, by_class in shown)]
+def _last_runs(result: Mapping[str, Any]) -> str:
+    """The section with the findings that were open after the last runs, the newest first."""
+    runs = result["last_runs"][::-1]
+    names = [name for name in FAULTS if any(each["open"].get(name) for each in runs)]
     rows = "".join(
-        f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
-        + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
+        f"<tr><td class='t'>{_seconds(each['finished_at'])}</td>{_number(sum(each['open'].values()))}"
+        + "".join(_number(each["open"].get(name, 0)) for name in names)
         + "</tr>"
-        for moment, counts in shown
+        for each in runs
     )
     heads = "".join(f"<th class='n'>{name}</th>" for name in ("All", *names))
     return (
-        f"<section><h2>History</h2>{open_plot(runs)}<h3>Last runs</h3><p class='dim'>The findings that were open after "
-        f"each run, by class.</p><div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div><p class='dim'>The whole history: <code>history/counts</code> and "
-        "<code>history/findings</code> (Parquet, by day) in the output folder.</p></section>"
+        "<section><h2>Last runs</h2><p class='dim'>The findings that were open after each run, by class.</p>"
+        f"<div class='wide'><table><thead><tr><th>Finished</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "</section>"
     )
 
 

@@ -1,4 +1,4 @@
-"""The last stage: writes the report, then `result.json` (which puts the result in force), then history and metrics."""
+"""The last stage: writes the report, then `result.json` (which puts the result in force), then the metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-
 from ..common.errors import UsageProblem
 from ..common.store import RESULT
 from ..judging import causes
@@ -19,9 +17,10 @@ from ..sources.base import SourceBoundary
 from ..stages.findings import Findings, JudgedRule
 from ..stages.job import Job
 from ..stages.scan import Counts
-from . import history, metrics, report
+from . import metrics, report
 
 SAMPLES_PER_CAUSE: Final = 10
+SHOWN_RUNS: Final = 10
 
 
 def compose(
@@ -30,30 +29,36 @@ def compose(
     samples: Sequence[Mapping[str, Any]],
     snapshots: Sequence[SourceBoundary],
     confirmed_by: Sequence[SourceBoundary],
+    previous: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The contents of `result.json`. `status` and `faults` do not count acknowledged findings."""
+    """The contents of `result.json`. `status` and `faults` do not count acknowledged findings.
+
+    `last_runs` has the findings that were open after this run and the runs before, by class.
+    """
     totals = dict.fromkeys((name.value for name in CLASSES), 0)
     for judged in found.rules:
         for counts in judged.counts.values():
             for name, count in counts.items():
                 totals[name] += count
     faults = sum(totals[name.value] for name in FAULTS) - found.acknowledged
-    options, batch = job.options, job.options.batch
+    options, finished = job.options, datetime.now(UTC).isoformat()
+    earlier = [] if previous is None else previous["last_runs"]
+    this = {"finished_at": finished, "open": {name.value: totals[name] for name in FAULTS if totals[name]}}
     return {
         "version": 1,
         "title": job.rules.title,
         "run": job.name,
         "mode": "interval" if options.is_interval else "full" if options.full else "incremental",
         "interval": job.interval,
-        "batch": None if batch is None else asdict(batch),
         "status": "findings" if faults else "clean",
         "is_tolerated": faults > 0 and _is_tolerated(found, job.rules),
         "started_at": job.started.isoformat(),
-        "finished_at": datetime.now(UTC).isoformat(),
+        "finished_at": finished,
+        "last_runs": [*earlier, this][-SHOWN_RUNS:],
         "snapshots": [_plain(each) for each in snapshots],
         "confirmed_by_snapshots": [_plain(each) for each in confirmed_by],
         "rules": [_of_rule(judged) for judged in found.rules],
-        "causes": causes.described(found.causes, samples, options.output, str(options.rules), job.rules.trace),
+        "causes": causes.described(found.causes, samples, options.output, str(options.rules)),
         "totals": totals,
         "faults": faults,
         "open_subjects": found.still_open,
@@ -83,23 +88,14 @@ def _is_tolerated(found: Findings, rules: Rules) -> bool:
 
 
 def publish(
-    job: Job,
-    found: Findings,
-    result: dict[str, Any],
-    samples: Sequence[dict[str, Any]],
-    past: pa.Table,
-    metrics_file: Path | None,
+    job: Job, result: dict[str, Any], samples: Sequence[dict[str, Any]], metrics_file: Path | None
 ) -> str | None:
-    """Write the run's report, then the result, then history and metrics. The result is in force once `result.json` is
-    written.
+    """Write the run's report, then the result, then the metrics. The result is in force once `result.json` is written.
 
-    Returns an error text if history or metrics could not be written, else None. If the result itself cannot be written,
-    the function raises UsageProblem, and the previous result stays in force.
+    Returns an error text if report.html or metrics could not be written, else None. Raises UsageProblem if the result
+    itself cannot be written; the previous result then stays in force.
     """
-    entries = history.of_result(job.store, result)
-    runs = history.runs(pa.concat_tables([past, entries[history.COUNTS]]))
-    timed = job.store.table(result["findings"], ["class", "at"])
-    text = report.render(result, samples, timed, runs, job.rules.trace)
+    text = report.render(result, samples)
     try:
         job.store.protect(f"runs/{job.name}")
         job.store.write(result["report"], text)
@@ -108,12 +104,11 @@ def publish(
         raise UsageProblem(f"the result cannot be written: {error}. The previous result stays in force.") from error
     try:
         # Write these files after the result: they may be older than the result in force, but never newer.
-        history.keep(job.store, entries)
         job.store.write("report.html", text)
         if metrics_file is not None:
             metrics.write(metrics_file, result, job.options.rules)
     except OSError as error:
-        return f"the result is in force, but the history, report.html or the metrics could not be written: {error}"
+        return f"the result is in force, but report.html or the metrics could not be written: {error}"
     return None
 
 

@@ -66,8 +66,9 @@ def boundary(result: Mapping[str, Any]) -> str:
     last = min(result["rules"], key=lambda rule: _moment(rule["until"]))
     until, finished = _moment(last["until"]), _moment(result["finished_at"])
     of_rule = f" for the rule {_one_line(last['name'])}" if len(result["rules"]) > 1 else ""
+    lag = max(timedelta(0), timedelta(seconds=round((finished - until).total_seconds())))
     text = (
-        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {duration(finished - until)} before the end of the run "
+        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {lag} before the end of the run "
         f"(grace: {last['grace_seconds']:g} s)."
     )
     dated = [each for each in result["snapshots"] if each["watermark"]]
@@ -77,17 +78,6 @@ def boundary(result: Mapping[str, Any]) -> str:
     notes = f": {behind['notes'][0]}" if behind["notes"] else ""
     complete = f"{_moment(behind['watermark']):%Y-%m-%d %H:%M:%S}"
     return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
-
-
-def duration(span: timedelta) -> str:
-    """A duration in its two largest units, as in `2 h 5 min`. A negative duration is `0 s`."""
-    rest = max(0, round(span.total_seconds()))
-    parts: list[str] = []
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        count, rest = divmod(rest, size)
-        if count or parts:
-            parts.append(f"{count} {unit}" if count else "")
-    return " ".join(filter(None, parts[:2])) or "0 s"
 
 
 def _moment(text: str) -> datetime:

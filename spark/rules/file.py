@@ -19,13 +19,6 @@ from ..common.errors import RulesInvalid, UsageProblem
 from ..common.options import DEFAULT_OUTPUT_MODE
 from .events import DeclaredEvents, EventsUnusable, condition_of
 from .rule import (
-    DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS,
-    DEFAULT_GRACE_SECONDS,
-    DEFAULT_LONGEST_TRANSACTION_SECONDS,
-    DEFAULT_LOOK_BACK_EVERY_SECONDS,
-    DEFAULT_LOOK_BACK_SECONDS,
-    DEFAULT_STUCK_AFTER_SECONDS,
-    DEFAULT_WITHIN_SECONDS,
     FAULTS,
     Acknowledgement,
     DatabaseRule,
@@ -43,7 +36,6 @@ from .rule import (
 )
 from .toml import TomlTable
 
-DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "dsn", "path", "namespace")
 
@@ -74,7 +66,6 @@ def parse(
     rules = reader.read(document)
     if reader.problems:
         raise RulesInvalid(path, reader.problems)
-    assert rules is not None
     return rules
 
 
@@ -84,22 +75,17 @@ class _Reader:
         self.problems: list[str] = []
         self._events: DeclaredEvents | None = None
 
-    def read(self, document: dict[str, Any]) -> Rules | None:
-        top = TomlTable(
-            self.problems,
-            document,
-            "",
-            ("version", "title", "database", "broker", "output", "rule", "acknowledge"),
-        )
+    def read(self, document: dict[str, Any]) -> Rules:
+        keys = ("version", "title", "database", "broker", "output", "rule", "acknowledge")
+        top = TomlTable(self.problems, document, "", keys)
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        keys = ("database", "trace", "archive", "events")
-        broker = TomlTable(self.problems, document.get("broker", {}), "broker", keys)
+        broker = TomlTable(self.problems, document.get("broker", {}), "broker", ("database", "archive", "events"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         self._events = self._declared(broker)
-        rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
+        rules = tuple(self._rule(value, path, databases) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
         names = [rule.name for rule in rules]
@@ -113,7 +99,6 @@ class _Reader:
             title=top.text("title") or "Reconciliation",
             databases=databases,
             broker=broker_name,
-            trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
             archive=broker.text("archive"),
             output_mode=self._output_mode(output),
@@ -164,7 +149,7 @@ class _Reader:
 
     @staticmethod
     def _output_mode(table: TomlTable) -> int:
-        given = table.text("mode") if "mode" in table.values else None
+        given = table.text("mode")
         if given is None:
             return DEFAULT_OUTPUT_MODE
         mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
@@ -195,7 +180,7 @@ class _Reader:
         return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
-        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction", "read_on")
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
         table = TomlTable(self.problems, value, f"database.{name}", keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
@@ -205,20 +190,10 @@ class _Reader:
             name=name,
             kind=kind,
             location=self._location(table, kind, given[0]) if given else "",
-            schema=table.text("schema", "public") or "public",
+            schema=table.text("schema") or "public",
             watermark=table.text("watermark"),
-            longest_transaction_seconds=table.seconds("longest_transaction", DEFAULT_LONGEST_TRANSACTION_SECONDS),
-            reads_on_driver=self._reads_on_driver(table, kind),
+            **table.spans("longest_transaction"),
         )
-
-    @staticmethod
-    def _reads_on_driver(table: TomlTable, kind: SourceKind) -> bool:
-        reader = table.text("read_on", "executors")
-        if reader not in ("executors", "driver"):
-            table.problem("read_on", f"unknown value {reader!r}", "use one of: executors, driver")
-        elif "read_on" in table.values and kind is not SourceKind.POSTGRES:
-            table.problem("read_on", f"has no meaning for kind {kind.value!r}", "remove it")
-        return reader == "driver"
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
@@ -242,7 +217,7 @@ class _Reader:
             return self._environment.get(value, "")
         return value
 
-    def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule], broker: str) -> Rule:
+    def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule]) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")
@@ -268,12 +243,7 @@ class _Reader:
             message_when=self._message_when(table, event),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
-            grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS),
-            late_after_seconds=table.seconds("late_after", None),
-            stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS),
-            bucket_seconds=table.seconds("bucket", None),
-            look_back_seconds=table.seconds("look_back", DEFAULT_LOOK_BACK_SECONDS),
-            look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)),
+            **self._spans(table),
             allow_empty=table.flag("allow_empty"),
             fields=fields,
             groups=tuple(groups),
@@ -317,11 +287,13 @@ class _Reader:
         return f"({given}) AND {named}" if given else named
 
     @staticmethod
-    def _look_back_every(table: TomlTable) -> float | None:
-        if "look_back" not in table.values:
-            return None
-        has_checksums = "bucket" in table.values
-        return DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS if has_checksums else DEFAULT_LOOK_BACK_EVERY_SECONDS
+    def _spans(table: TomlTable) -> dict[str, Any]:
+        """Return the durations of a rule. Its own look back is not made with each run. With `bucket`, a look back reads
+        only the buckets whose checksums differ, so it may be made every hour."""
+        given = table.spans("grace", "late_after", "stuck_after", "bucket", "look_back", "look_back_every")
+        if "look_back" in table.values:
+            given.setdefault("look_back_every_seconds", 3_600.0 if "bucket" in table.values else 86_400.0)
+        return given
 
     @staticmethod
     def _mask(table: TomlTable) -> tuple[str, ...]:
@@ -387,7 +359,7 @@ class _Reader:
             table.problem("tolerance", f"a {kind.value} has none", "remove it, or use integer, decimal or timestamp")
             return None
         if kind is FieldType.TIMESTAMP and isinstance(value, str):
-            return str(table.seconds("tolerance", None) or 0)
+            return str(table.seconds("tolerance") or 0)
         try:
             tolerance = Decimal(str(value))
         except InvalidOperation:
@@ -408,7 +380,7 @@ class _Reader:
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
         table = TomlTable(self.problems, value, path, (*keys, "compare_effect", "sum_effect"))
-        database = table.text("database", default) or default
+        database = table.text("database") or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
         if effect and ("key" in table.values) == ("message_id" in table.values):
@@ -430,7 +402,7 @@ class _Reader:
             owed_when=table.text("owed_when"),
             compare_effect=self._of_effect(table, "compare_effect", fields),
             sum_effect=self._of_effect(table, "sum_effect", fields),
-            within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS),
+            **table.spans("within"),
             severity=table.choice("severity", FindingSeverity, severity),
         )
 

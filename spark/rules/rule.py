@@ -57,8 +57,6 @@ class SourceKind(enum.StrEnum):
 
     POSTGRES = "postgres"
     """PostgreSQL, read over ADBC in several partitions, all inside one exported snapshot."""
-    JDBC = "jdbc"
-    """A database read by Spark's JDBC reader, whose partitions have no common snapshot."""
     PARQUET = "parquet"
     """A folder with one Parquet file or folder per table."""
     CSV = "csv"
@@ -82,22 +80,9 @@ class SourceKind(enum.StrEnum):
         )  # fmt: skip
 
 
-DEFAULT_GRACE_SECONDS: Final = 60.0
-DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
-DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
-DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
-# Rows and effects that are written with an earlier time are rarely older than this.
-DEFAULT_LOOK_BACK_SECONDS: Final = 86_400.0
-# A batch of `watch` begins every minute, so it looks back by default only after this time.
-DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
-DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
-# With `bucket`, a look back reads only the buckets whose checksums differ, so it may run every hour.
-DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is the connection string, JDBC URL, folder or namespace of the source, with environment
+    """One source. `location` is the connection string, folder or namespace of the source, with environment
     variables resolved.
 
     For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
@@ -110,9 +95,7 @@ class DatabaseRule:
     schema: str = "public"
     watermark: str | None = None
     primary: DatabaseRule | None = None
-    longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
-    reads_on_driver: bool = False
-    """Whether the process of the run reads the rows, so that executors need no database driver and no connection."""
+    longest_transaction_seconds: float = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +155,7 @@ class GroupRule:
     sum_effect: tuple[tuple[str, int], ...] = ()
     """Columns whose sum over the effects of a key must equal a field of the message. A message then may have several
     effects."""
-    within_seconds: float = DEFAULT_WITHIN_SECONDS
+    within_seconds: float = 15 * 60.0
     severity: FindingSeverity = FindingSeverity.CRITICAL
 
 
@@ -206,15 +189,15 @@ class Rule:
     message_when: str | None = None
     messages: Messages = Messages.EXACTLY_ONE
     severity: FindingSeverity = FindingSeverity.CRITICAL
-    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    grace_seconds: float = 60.0
     late_after_seconds: float | None = None
-    stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
+    stuck_after_seconds: float = 15 * 60.0
     bucket_seconds: float | None = None
-    look_back_seconds: float = DEFAULT_LOOK_BACK_SECONDS
+    # Rows and effects that are written with an earlier time are rarely older than a day.
+    look_back_seconds: float = 86_400.0
     """Once per `look_back_every_seconds`, an incremental run judges again all rows whose time is at most
     `look_back_seconds` before the last look back; 0 means never."""
-    look_back_every_seconds: float | None = None
-    """None means with each run, but with the batches of `watch` once an hour."""
+    look_back_every_seconds: float = 0.0
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
@@ -267,32 +250,23 @@ class Rule:
 
 
 class FindingClass(enum.StrEnum):
-    """The classes of a subject (the message of a key, or a key's effect in one group), in order of precedence."""
+    """The classes of a subject (the message of a key, or a key's effect in one group), in order of precedence.
+
+    `judging/remedies.py` has the meaning of each class that is a finding.
+    """
 
     ORPHAN = "ORPHAN"
-    """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
     HALF_STUCK = "HALF_STUCK"
-    """A half message is parked, or undecided for longer than stuck_after."""
     LOST = "LOST"
-    """A business row without a message."""
     UNREADABLE = "UNREADABLE"
-    """The body (or a compared field) of a committed message cannot be read as the rule declares."""
     DUPLICATE = "DUPLICATE"
-    """More messages than rows, more rows than keys, or more effects than messages."""
     DEAD = "DEAD"
-    """A group gave the message up: the message is in the group's dead-letter queue, and was not replayed."""
     UNDELIVERED = "UNDELIVERED"
-    """A group has written no effect within the limit that the rule declares for the group."""
     MISMATCH = "MISMATCH"
-    """A compared field differs."""
     WRONG_EFFECT = "WRONG_EFFECT"
-    """An effect has another value than its message."""
     WRONG_SUM = "WRONG_SUM"
-    """The values of a message's effects do not add up to the value of the message."""
     EARLY = "EARLY"
-    """An effect is older than its row, by more than the rule's grace."""
     LATE = "LATE"
-    """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
     """The subject is too young to be judged, or its limits have not passed yet, so the next run judges it again."""
     ERASED = "ERASED"
@@ -352,7 +326,6 @@ class Rules:
     title: str
     databases: dict[str, DatabaseRule]
     broker: str
-    trace: str
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE

@@ -10,12 +10,9 @@ from typing import Any, TypeVar
 from ..common.options import parse_duration
 
 Choice = TypeVar("Choice", bound=StrEnum)
-Default = TypeVar("Default", bound=float | None)
 
 
 class TomlTable:
-    """Reads typed values from one TOML table, and reports each error with the path of its key."""
-
     def __init__(self, problems: list[str], values: Any, path: str, allowed: tuple[str, ...]) -> None:
         """`problems` gets the errors. `path` is the path of the table; '' for the file."""
         self._problems, self._path = problems, path
@@ -35,21 +32,19 @@ class TomlTable:
     def _at(self, key: str | None) -> str:
         return ".".join(filter(None, (self._path, key)))
 
-    def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
-        """The text of a key, which must not be empty; `default` if the key is missing."""
-        value = self.values.get(key)
-        if value is None:
-            if required:
-                self.problem(key, "missing", f'add {key} = "…"')
-            return default
-        if not isinstance(value, str) or not value.strip():
-            self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
-            return default
-        return value
+    def text(self, key: str) -> str | None:
+        """The text of a key, which must not be empty; None if the key is missing."""
+        value: object = self.values.get(key)
+        if value is None or (isinstance(value, str) and value.strip()):
+            return value
+        self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
+        return None
 
     def required(self, key: str) -> str:
         """The text of a required key. If the key is missing, report an error and return ''."""
-        return self.text(key, "", required=True) or ""
+        if key not in self.values:
+            self.problem(key, "missing", f'add {key} = "…"')
+        return self.text(key) or ""
 
     def flag(self, key: str) -> bool:
         """The boolean value of a key; false if the key is missing."""
@@ -68,15 +63,17 @@ class TomlTable:
         self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(choices)}")
         return default
 
-    def seconds(self, key: str, default: Default) -> float | Default:
-        """The duration of a key, in seconds."""
-        value = self.values.get(key)
-        if value is None:
-            return default
+    def spans(self, *keys: str) -> dict[str, Any]:
+        """The durations that the table gives, as `<key>_seconds`."""
+        given = {f"{key}_seconds": self.seconds(key) for key in keys if key in self.values}
+        return {name: seconds for name, seconds in given.items() if seconds is not None}
+
+    def seconds(self, key: str) -> float | None:
+        """The duration of a key that the table has, in seconds; None if it is no duration."""
+        value = self.values[key]
         seconds = parse_duration(value) if isinstance(value, str) else None
         if seconds is None:
             self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
-            return default
         return seconds
 
     def tables(self, key: str) -> list[tuple[Any, str]]:

@@ -1,1 +1,0 @@
-"""The sources of tables are PostgreSQL over ADBC (the default), databases over JDBC, and Parquet and CSV folders."""

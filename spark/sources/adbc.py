@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from zlib import crc32
 
@@ -84,13 +83,6 @@ _USAGE_CLASSES: Final = ("22", "42", "0A")
 ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
-@dataclass
-class QueryPartition(InputPartition):
-    """The query of one executor task."""
-
-    query: str
-
-
 class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
@@ -100,11 +92,9 @@ class PostgresDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """See DataSource."""
         return FORMAT
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """See DataSource."""
         return PostgresReader(self.options, schema)
 
 
@@ -116,38 +106,33 @@ class PostgresReader(DataSourceReader):
         self._snapshot: str = options.get("snapshot", "")
         self._name: str = options.get("name", NAME)
         self._queries: list[str] = json.loads(options["queries"])
-        self._schema = arrow_schema(schema)
+        fields = [(field.name, ARROW_TYPES[field.dataType.simpleString()]) for field in schema.fields]
+        self._schema = pa.schema(fields)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader."""
-        return [QueryPartition(query) for query in self._queries]
+        return [InputPartition(query) for query in self._queries]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader. If reading fails, the method raises RuntimeError with a text that starts with FAILURE,
-        so that the driver recognises the error.
-        """
-        assert isinstance(partition, QueryPartition)
+        """Raises RuntimeError with a text that starts with FAILURE, so that the driver recognises the error."""
         import adbc_driver_manager
 
         try:
-            yield from self._batches(partition.query)
+            yield from self._batches(partition.value)
         except adbc_driver_manager.Error as error:
-            read = partition.query.partition(" FROM ")[2][:_SHOWN_QUERY]
+            read = partition.value.partition(" FROM ")[2][:_SHOWN_QUERY]
             raise RuntimeError(f"{FAILURE} {reason(error)} (reading {read})") from None
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:
             for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=READING):
                 cursor.execute(statement)
-            yield from batches(cursor, query, self._schema)
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
+            cursor.execute(query)
+            with cursor.fetch_record_batch() as reader:
+                for batch in reader:
+                    # Spark refuses a batch with other types, or with another nullability.
+                    yield batch.cast(self._schema)
             cursor.execute("COMMIT")
-
-
-def arrow_schema(schema: StructType) -> pa.Schema:
-    """The Arrow schema of the rows of a query."""
-    return pa.schema(
-        [pa.field(field.name, ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
-    )
 
 
 def connect(url: str) -> Any:
@@ -176,19 +161,6 @@ def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] =
 def lock_of(name: str) -> int:
     """The second number of the advisory lock of all transactions with this application_name."""
     return crc32(name.encode()) >> 1
-
-
-def batches(cursor: Any, query: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a query, in exactly the declared types and nullability, because Spark refuses a batch with others."""
-    cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
-    cursor.execute(query)
-    with cursor.fetch_record_batch() as reader:
-        for batch in reader:
-            arrays = [
-                column if column.type == field.type else column.cast(field.type)
-                for column, field in zip(batch.columns, schema, strict=True)
-            ]
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def one_line(error: BaseException) -> str:

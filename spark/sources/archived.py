@@ -20,12 +20,11 @@ from pyspark.sql.types import StructType
 
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.store import Store
-from ..rules.rule import DatabaseRule, Rules, SourceKind
+from ..rules.rule import DatabaseRule, SourceKind
 from . import adbc, contract, sql
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
-from .staged import Staging
 
 MANIFEST: Final = "archive.json"
 FOLDER: Final = "message_v1"
@@ -51,10 +50,7 @@ LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """One pass of `outbox-reconcile archive`: it copied the messages that were settled from `since` (None: the
-    beginning) up to `until`.
-
-    `count` is the number of the copied messages, `topics` is their number per topic, and `checksum` is their checksum.
-    """
+    beginning) up to `until`."""
 
     name: str
     since: str | None
@@ -149,13 +145,6 @@ def existing_manifest(store: Store) -> Manifest:
     return manifest
 
 
-def archive_of(rules: Rules) -> str:
-    """The place of the archive. Raises UsageProblem if the rules name none."""
-    if rules.archive is None:
-        raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
-    return rules.archive
-
-
 def removed_by_topic(
     source: PostgresSource, schema: str, until: str | None
 ) -> list[tuple[str, int, int, datetime | None]]:
@@ -209,15 +198,8 @@ class ArchivedSource(PostgresSource):
     that is in both log and archive is read only from the log.
     """
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        database: DatabaseRule,
-        location: str,
-        name: str = adbc.NAME,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(spark, database, name, staging)
+    def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
+        super().__init__(spark, database, name)
         self._manifest = load_manifest(Store(location))
         # The log has what is not settled, so the state at the end of the newest pass is not read.
         settled = None if self._manifest is None else replace(self._manifest, state="")
@@ -225,14 +207,12 @@ class ArchivedSource(PostgresSource):
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
-        """See DataSource."""
         super().close()
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. The result is the time before which messages may be missing in both archive and log. If
-        messages are missing between archive and log, the result is `live_horizon`.
-        """
+        """The time before which messages may be missing in both archive and log. If some are missing between the two,
+        it is that of the log alone."""
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:
             return live
@@ -254,7 +234,6 @@ class ArchivedSource(PostgresSource):
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         frames = [super().read(selections, since, until)]
         for selection in selections:
             edge = self._archived_before(selection)
@@ -267,7 +246,6 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         live = super().read_keys(wanted)
         frames = [live]
         for selection, keys in wanted:
@@ -308,7 +286,7 @@ class ArchiveSource(FrameSource):
         self._manifest = manifest
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The watermark is the end of the newest pass."""
+        """The watermark is the end of the newest pass."""
         manifest = self._manifest = existing_manifest(self._store)
         if manifest.until is None or not manifest.state:
             raise RunIncomplete(
@@ -325,7 +303,7 @@ class ArchiveSource(FrameSource):
         )
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing for a view that the archive does not have."""
+        """Raises TableMissing for a view that the archive does not have."""
         manifest = self._manifest
         assert manifest is not None
         if selection.table == FOLDER:
@@ -347,7 +325,7 @@ class ArchiveSource(FrameSource):
         raise TableMissing(f"the archive {self._database.location} has no table {selection.table!r}: {needs}.")
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. Before this time, messages are neither in the archive nor were they in the log."""
+        """Before this time, messages are neither in the archive nor were they in the log."""
         return None if self._manifest is None else self._manifest.complete_from(topic)
 
     def _state(self, view: str, schema: StructType, manifest: Manifest) -> DataFrame:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pyspark.sql import SparkSession
 
 from ..rules.rule import DatabaseRule, Rules, SourceKind
@@ -11,10 +9,9 @@ from . import contract
 from .adbc import NAME
 from .archived import ArchivedSource, ArchiveSource
 from .base import DataSource, SourceBoundary, TableSelection
-from .files import FileSource, JdbcSource
+from .files import FileSource
 from .lake import LakeSource
 from .postgres import PostgresSource
-from .staged import Staging
 
 
 class Sources:
@@ -25,20 +22,17 @@ class Sources:
     the broker's later snapshot. An effect is newer than its message, so effects are read last.
     """
 
-    def __init__(
-        self, spark: SparkSession, rules: Rules, name: str = NAME, staging: Callable[[str], Staging] | None = None
-    ) -> None:
-        """`name` is the application_name of the sessions in the databases. `staging` makes the staging of a database
-        that the run's own process reads."""
+    def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
+        """`name` is the application_name of the sessions in the databases."""
         self._rules = rules
         broker = rules.databases[rules.broker]
-        self.broker: DataSource = _source(spark, broker, name, staging)
+        self.broker: DataSource = _source(spark, broker, name)
         if rules.archive is not None and isinstance(self.broker, PostgresSource):
-            self.broker = ArchivedSource(spark, broker, rules.archive, name, _staging_of(broker, staging))
+            self.broker = ArchivedSource(spark, broker, rules.archive, name)
         self._by_name: dict[str, DataSource] = {rules.broker: self.broker}
         for alias, database in rules.databases.items():
             same = (database.kind, database.location) == (broker.kind, broker.location)
-            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name, staging))
+            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name))
 
     def __getitem__(self, name: str) -> DataSource:
         return self._by_name[name]
@@ -77,19 +71,11 @@ class Sources:
         return timed
 
 
-def _source(
-    spark: SparkSession, database: DatabaseRule, name: str, staging: Callable[[str], Staging] | None
-) -> DataSource:
+def _source(spark: SparkSession, database: DatabaseRule, name: str) -> DataSource:
     if database.kind is SourceKind.POSTGRES:
-        return PostgresSource(spark, database, name, _staging_of(database, staging))
-    if database.kind is SourceKind.JDBC:
-        return JdbcSource(spark, database)
+        return PostgresSource(spark, database, name)
     if database.kind in (SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.CATALOG):
         return LakeSource(spark, database)
     if database.kind is SourceKind.ARCHIVE:
         return ArchiveSource(spark, database)
     return FileSource(spark, database)
-
-
-def _staging_of(database: DatabaseRule, staging: Callable[[str], Staging] | None) -> Staging | None:
-    return staging(database.name) if staging is not None and database.reads_on_driver else None

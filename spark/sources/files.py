@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import reduce
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
-import pyarrow as pa
-import pyarrow.fs as pafs
-import pyarrow.parquet as pq
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
@@ -27,7 +23,7 @@ from .sql import is_column
 
 
 class FrameSource:
-    """A source whose tables Spark can read without this package's reader. Subclasses implement `table`."""
+    """A `base.DataSource` whose tables Spark can read without this package's reader. Subclasses implement `table`."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
         self._spark, self._database = spark, database
@@ -43,7 +39,7 @@ class FrameSource:
         raise NotImplementedError
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. Files are complete up to the configured watermark.
+        """Files are complete up to the configured watermark.
 
         Without a watermark, the source reads the newest time of each table. The source assumes that the files are
         complete up to the earliest of these times.
@@ -77,14 +73,12 @@ class FrameSource:
         return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
 
     def close(self) -> None:
-        """See DataSource."""
         self._tables.clear()
 
     def gave_way(self) -> None:
-        """See DataSource. Files have no locks."""
+        """Files have no locks."""
 
     def check(self, selection: TableSelection) -> None:
-        """See DataSource."""
         try:
             _ = self._selected(self._limited(selection, None), selection).schema
         except AnalysisException as error:
@@ -94,25 +88,21 @@ class FrameSource:
             ) from error
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See DataSource."""
         return self._limited(selection, since).isEmpty()
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See DataSource."""
         key = _expression(selection.key, self._table(selection)).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])
 
     def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
@@ -122,8 +112,7 @@ class FrameSource:
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. For files, the horizon is always None. If old messages are missing in an export, the user
-        must give --from."""
+        """Always None. If old messages are missing in an export, the user must give --from."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -158,7 +147,7 @@ class FileSource(FrameSource):
         self._plain: set[str] = set()
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing if the table has no file."""
+        """Raises TableMissing if the table has no file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
         if self._database.kind is SourceKind.PARQUET:
@@ -167,8 +156,13 @@ class FileSource(FrameSource):
             try:
                 if self._database.kind is SourceKind.CSV:
                     return self._spark.read.options(**_CSV, **_STRICT).csv(path)
-                return _read_parquet(self._spark, path)
+                return self._spark.read.parquet(path)
             except AnalysisException as error:
+                if "TIMESTAMP(NANOS" in str(error):
+                    raise UsageProblem(
+                        f"{path} has times in nanoseconds, which Spark cannot read. Export the table again with times "
+                        f"in microseconds (pandas, Arrow: coerce_timestamps='us')."
+                    ) from error
                 if "PATH_NOT_FOUND" not in str(error):
                     raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
         raise TableMissing(
@@ -177,24 +171,18 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem if the files belong to a table format (Delta Lake, for example), because only the log of
-        such a table shows which files are current."""
+        """Raise UsageProblem if the files belong to a table format, because only the log of such a table shows which
+        files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
-            if folder in self._plain:
-                continue
-            # One look for all formats, because Spark takes its time for each path that is not there.
-            is_plain = not self._is_there(f"{folder}/{{{','.join(_LOGS.values())}}}")
-            if is_plain:
-                self._plain.add(folder)
-                continue
-            for name, log in _LOGS.items():
-                if self._is_there(f"{folder}/{log}"):
-                    raise UsageProblem(
-                        f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would also read files "
-                        f"with rows that were removed or replaced. {_REMEDIES[name]}"
-                    )
+            if folder not in self._plain and self._is_there(f"{folder}/{_LOGS}"):
+                raise UsageProblem(
+                    f"{folder} is a table of Delta Lake, Iceberg or Hudi, and kind = 'parquet' would also read files "
+                    f"with rows that were removed or replaced. Write kind = 'delta' or kind = 'iceberg'; of Hudi, "
+                    f"export the rows as Parquet into a folder of their own."
+                )
+            self._plain.add(folder)
 
     def _is_there(self, path: str) -> bool:
         try:
@@ -206,145 +194,10 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats that use Parquet. Each format is recognised by a file or folder that it has in the folder of a table.
-_LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
-_REMEDIES: Final = {
-    "Delta Lake": "Write kind = 'delta' in the rules file.",
-    "Apache Iceberg": "Write kind = 'iceberg' in the rules file.",
-    "Apache Hudi": "Read the table with Apache Hudi, and write its rows as Parquet into a folder of their own.",
-}
-
-# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no type for nanoseconds. With this setting,
-# Spark reads times in nanoseconds as whole numbers. In this case, only the footers of the Parquet files show which
-# columns are times.
-_AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
-_REMEDY: Final = "Export the table again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
-
-
-def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
-    """The rows of the Parquet files of `path`. Times in nanoseconds are cut to microseconds.
-
-    Raises UsageProblem with the name of the column if Spark would read a column wrong. Raises AnalysisException if
-    Spark cannot read the files.
-    """
-    if spark.conf.get(_AS_NUMBERS) != "true":
-        try:
-            return spark.read.parquet(path)
-        except AnalysisException as error:
-            if "TIMESTAMP(NANOS" not in str(error):
-                raise
-        # Spark reads this setting again when it reads the rows, so only the end of the run resets it
-        # (session.settings_of_a_run).
-        spark.conf.set(_AS_NUMBERS, "true")
-    frame = spark.read.parquet(path)
-    return frame.withColumns(
-        {name: _cut_to_microseconds(name) for name in _nanosecond_columns(path, frame.inputFiles())}
-    )
-
-
-def _cut_to_microseconds(name: str) -> SparkColumn:
-    quoted = f"`{name.replace('`', '``')}`"
-    # Integer division rounds towards zero, so it would round times before 1970 up. So the expression first subtracts
-    # the nanoseconds after the last whole microsecond.
-    return F.expr(f"timestamp_micros(({quoted} - pmod({quoted}, 1000L)) div 1000L)")
-
-
-def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
-    """The columns with times in nanoseconds. These columns must be the same in all files, because Spark uses the footer
-    of one file for all files."""
-    found: set[str] | None = None
-    for file in files:
-        schema = _footer(file)
-        leaves = [schema.column(number) for number in range(len(schema.names))]
-        # Arrow shows INT96 as nanoseconds too, but Spark reads INT96 as times, whatever _AS_NUMBERS is.
-        nanos = {leaf.path for leaf in leaves if leaf.physical_type == "INT64" and "nanos" in str(leaf.logical_type)}
-        times = {field.name for field in schema.to_arrow_schema() if pa.types.is_timestamp(field.type)}
-        here = nanos & times
-        if nested := sorted(nanos - here):
-            raise UsageProblem(
-                f"{path}: column {nested[0]!r} has times in nanoseconds inside a nested value. {_REMEDY}"
-            )
-        if found is not None and found != here:
-            names = ", ".join(sorted(found ^ here))
-            raise UsageProblem(
-                f"{path}: column {names} has times in nanoseconds in some files, but not in all files. {_REMEDY}"
-            )
-        found = here
-    return found or set()
-
-
-def _footer(file: str) -> pq.ParquetSchema:
-    uri = re.sub(r"^s3[an]://", "s3://", file)
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return pq.read_metadata(unquote(parts.path)).schema
-    filesystem, name = pafs.FileSystem.from_uri(uri)
-    return pq.read_metadata(name, filesystem=filesystem).schema
-
-
+# The files by which the folder of a table of Delta Lake, Iceberg or Hudi is recognised. One pattern for all, because
+# Spark takes its time for each path that is not there.
+_LOGS: Final = "{_delta_log,metadata/*.metadata.json,.hoodie}"
 MAX_TEXT: Final = 2**31 - 1
-# Java finds a driver from spark.jars only if the reader gives the name of its class.
-_DRIVERS: Final = {
-    "jdbc:postgresql": "org.postgresql.Driver",
-    "jdbc:mysql": "com.mysql.cj.jdbc.Driver",
-    "jdbc:mariadb": "org.mariadb.jdbc.Driver",
-    "jdbc:oracle": "oracle.jdbc.OracleDriver",
-    "jdbc:sqlserver": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
-}
-
-
-class JdbcSource(FrameSource):
-    """Spark's JDBC reader, for databases that ADBC cannot reach.
-
-    Spark reads the partitions of a table in different snapshots. The different snapshots cause false suspicions, and
-    the second look removes these suspicions. A window must not get new rows while Spark reads it, so the rule's `grace`
-    must be longer than the duration of the read. The user adds the driver's jar with `spark.jars.packages`.
-    """
-
-    def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource."""
-        name = f"{self._database.schema}.{selection.table}" if selection.in_broker else selection.table
-        try:
-            return self._reader().option("dbtable", name).load()
-        except AnalysisException as error:
-            raise UsageProblem(f"table {name!r} is not there: {str(error).splitlines()[0]}") from error
-        except (PySparkException, Exception) as error:
-            raise _jdbc_problem(self._database.name, error) from error
-
-    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The watermark is the present time of the server's clock."""
-        try:
-            row = self._reader().option("query", "SELECT current_timestamp AS now").load()
-            now = row.select(F.unix_micros("now")).collect()[0][0]
-        except Exception as error:
-            raise _jdbc_problem(self._database.name, error) from error
-        moment = datetime.fromtimestamp(now / 1_000_000, UTC)
-        note = (
-            "over JDBC, the partitions of a table are read in different snapshots, and a run does not see open "
-            "transactions"
-        )
-        return SourceBoundary(
-            database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note]
-        )
-
-    def _reader(self) -> DataFrameReader:
-        reader = self._spark.read.format("jdbc").option("url", self._database.location)
-        driver = _DRIVERS.get(":".join(self._database.location.split(":")[:2]))
-        return reader if driver is None else reader.option("driver", driver)
-
-
-def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomplete:
-    text = " ".join(str(error).split())
-    if "No suitable driver" in text or "ClassNotFoundException" in text:
-        return UsageProblem(
-            f"database {name!r}: Spark has no JDBC driver for this database. Give the driver by "
-            f"--conf spark.jars.packages="
-            f"org.postgresql:postgresql:42.7.7 (or the driver of your database), or "
-            f"use kind = 'postgres', which needs no jar."
-        )
-    return RunIncomplete(f"database {name!r} cannot be read over JDBC: {text[:300]}")
-
-
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 

@@ -53,7 +53,7 @@ class LakeSource(FrameSource):
         self._notes: list[str] = []
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The boundary names the version of each table with a time."""
+        """The boundary names the version of each table with a time."""
         for selection in timed:
             self._table(selection)
         boundary = super().open(timed)
@@ -61,14 +61,12 @@ class LakeSource(FrameSource):
         return replace(boundary, snapshot=versions, notes=[*boundary.notes, *self._notes])
 
     def close(self) -> None:
-        """See DataSource."""
         super().close()
         self._versions.clear()
         self._notes.clear()
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing if the table does not exist, and UsageProblem if Spark lacks the table
-        format or the catalog."""
+        """Raises TableMissing, or UsageProblem if Spark lacks the table format or the catalog."""
         name = selection.table
         try:
             found = self._found(name)

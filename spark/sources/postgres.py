@@ -20,7 +20,6 @@ from ..rules.rule import DatabaseRule, FieldType
 from . import adbc, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
 from .blocking import BlockingWatch
-from .staged import Staging
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
@@ -60,30 +59,24 @@ _COMPARABLE: Final = {
 
 
 class PostgresSource:
-    """One PostgreSQL database. `open` takes the snapshot; all reads until `close` see this snapshot only."""
+    """A `base.DataSource`: one PostgreSQL database. `open` takes the snapshot, which all reads until `close` see."""
 
-    def __init__(
-        self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME, staging: Staging | None = None
-    ) -> None:
-        """With `staging`, this process reads all rows. Without it, executors read over connections of their own."""
+    def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
         self._spark, self._database, self._name = spark, database, name
-        self._staging = staging
         self._coordinator: Any = None
         self._blocking: BlockingWatch | None = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource."""
         self.close()
         connection = self._connect()
         try:
             activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
             complete = self._completeness(connection, activity, identifier)
-            # The joins of the checksums need this memory. With `staging`, the same transaction reads all rows.
-            settings = ("work_mem = '64MB'",) if self._staging is None else adbc.READING
-            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=settings):
+            # The joins of the checksums need this memory.
+            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
         except ReconcileError:
@@ -152,7 +145,6 @@ class PostgresSource:
         return row
 
     def close(self) -> None:
-        """See DataSource."""
         if self._coordinator is not None:
             import adbc_driver_manager
 
@@ -161,15 +153,11 @@ class PostgresSource:
             self._coordinator, self._snapshot = None, ""
         if self._blocking is not None:
             self._blocking.close()
-        if self._staging is not None:
-            self._staging.clear()
 
     def gave_way(self) -> RunIncomplete | None:
-        """See DataSource."""
         return None if self._blocking is None else self._blocking.gave_way
 
     def check(self, selection: TableSelection) -> None:
-        """See DataSource."""
         if selection.is_optional:
             table = sql.text(self.table_of(selection))
             [(may_read,)] = self.query(f"SELECT coalesce(has_table_privilege(to_regclass({table}), 'SELECT'), false)")
@@ -192,14 +180,12 @@ class PostgresSource:
         )
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See DataSource."""
         where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See DataSource."""
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
@@ -208,7 +194,6 @@ class PostgresSource:
         return self._frame(selections[0], queries)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See DataSource."""
         if self.is_unique(selection):
             return None
         key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
@@ -224,7 +209,6 @@ class PostgresSource:
         return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See DataSource."""
         queries = []
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
@@ -252,7 +236,6 @@ class PostgresSource:
             )
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource."""
         view = sql.table_name("topic_v1", self._database.schema)
         rows = self.query(
             f"SELECT pruned_at - retention_seconds * interval '1 s' FROM {view} WHERE topic = {sql.text(topic)}",
@@ -284,9 +267,6 @@ class PostgresSource:
         return sql.select(selection, self.table_of(selection), terms)
 
     def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
-        if self._staging is not None:
-            with self._translating(f"table {selection.table!r}"):
-                return self._staging.read(self._spark, self._coordinator, queries, selection.schema)
         self._spark.dataSource.register(adbc.PostgresDataSource)
         return (
             self._spark.read.format(adbc.FORMAT)

@@ -107,7 +107,7 @@ def _write(
     windows = {each.scanned.prepared.rule.name: each.scanned.prepared.window for each in rules}
     found = compared(confirmed, earlier, waiting, windows)
     in_force = [each for each in job.rules.acknowledged if job.started < each.until]
-    found = with_remedies(with_acknowledgements(spark, found, in_force), job.rules.trace)
+    found = with_remedies(with_acknowledgements(spark, found, in_force))
     # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
     # findings twice.
     ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")

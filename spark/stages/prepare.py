@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import RunOptions
 from ..judging.classify import Window
-from ..rules.rule import DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS, Rule
+from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.archived import ArchivedSource
 from ..sources.base import SourceBoundary
@@ -128,7 +128,7 @@ def _window(
         raise RunIncomplete(
             "no source contains a time, so the watermark is not known. Write watermark = … in [database.…]."
         )
-    watermark = min(times if options.no_later_than is None else [*times, options.no_later_than])
+    watermark = min(times)
     boundary = watermark - timedelta(seconds=rule.grace_seconds)
     since, until = options.since, options.until
     if until is not None:
@@ -160,16 +160,14 @@ def _look_back(
     The result is None if the rule has no look back and --look-back names none, or if the command has no --look-back and
     no look back of the rule is due.
     """
-    if options.look_back is not None and options.look_back.seconds:
-        return boundary - timedelta(seconds=options.look_back.seconds)
+    if options.look_back:
+        return boundary - timedelta(seconds=options.look_back)
     if not rule.look_back_seconds:
         return None
     looked_back = None if known is None else known.get("looked_back")
     last = None if looked_back is None else datetime.fromisoformat(looked_back["at"])
-    every = rule.look_back_every_seconds
-    if every is None:
-        every = 0.0 if options.batch is None else DEFAULT_BATCH_LOOK_BACK_EVERY_SECONDS
-    if options.look_back is None and last is not None and boundary - last < timedelta(seconds=every):
+    every = timedelta(seconds=rule.look_back_every_seconds)
+    if options.look_back is None and last is not None and boundary - last < every:
         return None
     return min(since, last or since) - timedelta(seconds=rule.look_back_seconds)
 

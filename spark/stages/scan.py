@@ -58,41 +58,29 @@ def scan(
     spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, job: Job, sources: Sources
 ) -> ScannedRule:
     """Classify every key of the window, except the keys in buckets whose checksums are equal. Raises RunIncomplete."""
-    rule, window, name = prepared.rule, prepared.window, f"suspects/{job.number(prepared.rule)}"
+    rule, name = prepared.rule, f"suspects/{job.number(prepared.rule)}"
     if checksums.limits.is_nothing:
         # If there is nothing to read, skip the scan, because Spark needs several seconds to plan a scan, even over
         # empty tables.
-        target, looked = job.write_empty(name, SUSPECT_SCHEMA), _Look(0, 0, _no_counts(rule))
+        scanned = ScannedRule(
+            prepared=prepared,
+            checksums=checksums,
+            suspects=job.write_empty(name, SUSPECT_SCHEMA),
+            rows=0,
+            messages=0,
+            counts=_no_counts(rule),
+        )
     else:
-        target = job.path(name)
-        looked = _look(spark, prepared, checksums, sources, target)
+        scanned = _look(spark, prepared, checksums, sources, job.path(name))
     with readable_errors(f"counting the rows of rule {rule.name!r}"):
-        seen = (checksums.skipped_rows + looked.rows > 0, checksums.skipped_rows + looked.messages > 0)
-        _check_not_empty(rule, sources, window.floor, seen)
-    return ScannedRule(
-        prepared=prepared,
-        checksums=checksums,
-        suspects=target,
-        rows=looked.rows,
-        messages=looked.messages,
-        counts=looked.counts,
-        rounded=looked.rounded,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The counts of a first look."""
-
-    rows: int
-    messages: int
-    counts: Counts
-    rounded: int = 0
+        seen = (checksums.skipped_rows + scanned.rows > 0, checksums.skipped_rows + scanned.messages > 0)
+        _check_not_empty(rule, sources, prepared.window.floor, seen)
+    return scanned
 
 
 def _look(
     spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, sources: Sources, target: str
-) -> _Look:
+) -> ScannedRule:
     rule, window = prepared.rule, prepared.window
     gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule, window.watermark)
     classified = classify.with_classes(gathered, rule, window)
@@ -118,8 +106,15 @@ def _look(
         counts[row["group"]][row["class"]] = int(row["count"])
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
-    rounded = int(seen["rounded"] or 0) if rule.has_numbers else 0
-    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, rounded)
+    return ScannedRule(
+        prepared=prepared,
+        checksums=checksums,
+        suspects=target,
+        rows=int(seen["rows"] or 0),
+        messages=int(seen["messages"] or 0),
+        counts=counts,
+        rounded=int(seen["rounded"] or 0) if rule.has_numbers else 0,
+    )
 
 
 def _no_counts(rule: Rule) -> Counts:

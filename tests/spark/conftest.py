@@ -16,9 +16,8 @@ from pyspark.sql import SparkSession
 
 from outbox.broker import embedded
 from spark import pipeline, session
-from spark.common.options import LookBack, RunOptions
+from spark.common.options import RunOptions
 from spark.common.progress import Progress
-from spark.watch import Watch
 from tests.databases import drop_databases, new_name
 from tests.spark.world import SHOP, World, write_rules
 
@@ -91,7 +90,7 @@ class Reconciler:
         until: datetime | None = None,
         rules: Path | None = None,
         metrics: Path | None = None,
-        look_back: LookBack | None = None,
+        look_back: float | None = None,
     ) -> dict[str, Any]:
         path = rules or self.folder / "reconcile.toml"
         if not path.exists():
@@ -106,12 +105,6 @@ class Reconciler:
             look_back=look_back,
         )
         return pipeline.run(self.spark, options, Progress(self.said))
-
-    def watch(self, rules: Path | None = None) -> Watch:
-        """A continuous reconciliation into the output folder."""
-        path = rules or self.folder / "reconcile.toml"
-        options = RunOptions(rules=path, output=str(self.folder / self.output))
-        return Watch(self.spark, options, Progress(self.said))
 
     def findings(self, result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """(key, group, class) of a result's findings."""

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from spark import pipeline
-from spark.common.options import LookBack, RunOptions
+from spark.common.options import RunOptions
 from spark.common.progress import Progress
-from spark.watch import Watch
 from tests.spark.kinds import KINDS, SPAN, Found
 from tests.spark.world import GROUPS, RULES, START, group_rules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-MODES: Final = ("batch", "incremental", "look back", "watch", "archive")
+MODES: Final = ("batch", "incremental", "look back", "archive")
 SOURCES: Final = ("postgres", "parquet", "csv", "delta", "iceberg")
 # Where the first runs of a chain end.
 CUTS: Final = (SPAN / 2, SPAN / 3 * 2)
@@ -77,11 +76,6 @@ class Cell:
         options = RunOptions(rules=path, output=str(self.folder / "out"), **how)
         return pipeline.run(self.spark, options, Progress(self.said))
 
-    def stream(self, watermark: datetime | None = None) -> dict[str, Any]:
-        """The result of a continuous reconciliation up to now."""
-        options = RunOptions(rules=self.path(planted=True, watermark=watermark), output=str(self.folder / "out"))
-        return Watch(self.spark, options, Progress(self.said)).available_now()
-
     def found(self, result: Mapping[str, Any]) -> list[Found]:
         """(key, group, class) of a result's findings."""
         rows = self.spark.read.parquet(str(self.folder / "out" / result["findings"])).collect()
@@ -93,12 +87,11 @@ def judged(cell: Cell, mode: str, plant: Callable[[], None]) -> list[list[Found]
     if mode == "look back":
         clean = cell.found(cell.once(planted=False))
         plant()
-        return [clean, cell.found(cell.once(look_back=LookBack(30 * 365 * 86_400.0)))]
+        return [clean, cell.found(cell.once(look_back=30 * 365 * 86_400.0))]
     plant()
     if mode in ("batch", "archive"):
         return [cell.found(cell.once(full=True))]
-    step = cell.stream if mode == "watch" else cell.once
-    return [*(cell.found(step(watermark=START + cut)) for cut in CUTS), cell.found(step())]
+    return [*(cell.found(cell.once(watermark=START + cut)) for cut in CUTS), cell.found(cell.once())]
 
 
 def check(chain: list[list[Found]], planted: Mapping[str, list[Found]]) -> None:

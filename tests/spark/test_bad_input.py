@@ -77,12 +77,6 @@ def test_an_unreachable_or_wrong_database(reconcile: Reconciler, world: World, m
     fails(reconcile, UsageProblem, "the table is not there", "orders_order")
 
 
-def test_a_jdbc_driver_that_is_missing(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = changed(reconcile, "[database.app]", '[database.app]\nkind = "jdbc"')
-    monkeypatch.setenv("RECONCILE_APP", "jdbc:postgresql://127.0.0.1:1/shop")
-    fails(reconcile, UsageProblem, "no JDBC driver", "spark.jars.packages=org.postgresql", rules=path)
-
-
 @pytest.mark.parametrize("side", ["rows", pytest.param("messages", marks=pytest.mark.slow)])
 def test_an_empty_side_is_not_clean(reconcile: Reconciler, world: World, side: str) -> None:
     if side == "messages":

@@ -668,9 +668,6 @@ def rules_of(source: str, folder: Path) -> str:
     """The three rules over one source."""
     groups = group_rules(("logistics", "points")) + 'compare_effect = {customer = "customer"}\n'
     text = RULES.format(extra="", groups=groups) + MORE_RULES
-    if source == "driver":
-        text = text.replace('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "driver"')
-        text = text.replace('env = "RECONCILE_BROKER"', 'env = "RECONCILE_BROKER"\nread_on = "driver"')
     if source == "parquet":
         files = f'kind = "parquet"\npath = "{folder}"\nwatermark = "2025-07-01T00:00:00Z"'
         text = text.replace('env = "RECONCILE_APP"', files)
@@ -696,7 +693,7 @@ def assert_exactly(reconcile: Reconciler, result: Mapping[str, Any], expected: F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "seed"), [("driver", 20_260_101), ("parquet", 1582)])
+@pytest.mark.parametrize(("source", "seed"), [("postgres", 20_260_101), ("parquet", 1582)])
 def test_exactly_the_plants_are_found(
     spark_session: SparkSession,
     shop: Shop,

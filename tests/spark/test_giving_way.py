@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from pyspark.sql.datasource import InputPartition
 
 from spark import archive, pipeline
 from spark.common.errors import FAILURE, RunIncomplete
@@ -18,7 +19,7 @@ from spark.common.options import RunOptions
 from spark.common.progress import Progress
 from spark.rules import file as rules_file
 from spark.sources import adbc
-from spark.sources.adbc import PostgresReader, QueryPartition
+from spark.sources.adbc import PostgresReader
 from spark.sources.base import Column, TableSelection
 from tests.spark.conftest import Reconciler
 from tests.spark.test_archive import archived_rules
@@ -119,10 +120,10 @@ def test_a_run_that_waits_for_a_lock_ends(reconcile: Reconciler, world: World, m
     schema = TableSelection(table="orders_order", columns=columns, key="id").schema
     reader = PostgresReader({"url": world.app_url, "queries": json.dumps([])}, schema)
     query = 'SELECT "id"::text AS "id" FROM "orders_order"'
-    assert [batch.to_pydict() for batch in reader.read(QueryPartition(query))] == [{"id": ["1"]}]
+    assert [batch.to_pydict() for batch in reader.read(InputPartition(query))] == [{"id": ["1"]}]
     with psycopg.connect(world.app_url) as migration:
         migration.execute("LOCK TABLE orders_order IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(RunIncomplete, match=r"waited 1 s for a lock.*Run the reconciliation again"):
             reconcile.run()
         with pytest.raises(RuntimeError, match=rf"{FAILURE} the run waited 1 s for a lock.*reading \"orders_order\""):
-            list(reader.read(QueryPartition(query)))
+            list(reader.read(InputPartition(query)))

@@ -65,7 +65,7 @@ def test_values_that_are_rare_are_compared_or_named(reconcile: Reconciler, world
     assert json.loads(rows["5"]["row"])["paid_at"] is None
     of_lost = [cause for cause in result["causes"] if cause["class"] == "LOST"]
     assert [(cause["findings"], cause["new"]) for cause in of_lost] == [(20, 20)]
-    lines = re.findall(r"<tr>(.*?)</tr>", report._causes(result, ()))
+    lines = re.findall(r"<tr>(.*?)</tr>", report._causes(result))
     assert len(lines) == 1 + len(result["causes"]) == 5
     output = str(reconcile.folder / reconcile.output)
     printed = [*Store(output).finding_lines(), *plan.lines(output, rules_file.load(path)), json.dumps(result)]

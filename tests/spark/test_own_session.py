@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
-from zoneinfo import ZoneInfo
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark.sources.files import _nanosecond_columns
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_parquet
 from tests.spark.test_files import folders, orders_table
@@ -21,20 +17,20 @@ OWN = {
     "spark.sql.session.timeZone": "America/New_York",
     "spark.sql.timestampType": "TIMESTAMP_NTZ",
     "spark.sql.variant.allowDuplicateKeys": "false",
-    "spark.sql.legacy.parquet.nanosAsLong": "false",
+    "spark.sql.legacy.parquet.nanosAsLong": "true",
 }
 
 
 @pytest.mark.slow
 def test_a_run_keeps_the_settings_of_the_session(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    """One table has times in nanoseconds, the other one as INT96, as older versions of Spark write them."""
+    """The messages have their times as INT96, as older versions of Spark write them."""
     first = Order(number=1)
     world.add(first, Order(number=2))
     # The last value of a repeated key counts.
     body = b'{"total": "1", ' + first.body[1:]
     world.broker.execute("UPDATE commit_log SET body = %s WHERE key = '1'", [body])
     world.app.execute("UPDATE orders_order SET total = 1 WHERE id = 2")
-    pq.write_table(orders_table(world, "ns"), tmp_path / "orders_order.parquet")
+    pq.write_table(orders_table(world, "us"), tmp_path / "orders_order.parquet")
     export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
     messages = pq.read_table(tmp_path / "message_v1.parquet")
     pq.write_table(messages, tmp_path / "message_v1.parquet", use_deprecated_int96_timestamps=True)
@@ -51,12 +47,3 @@ def test_a_run_keeps_the_settings_of_the_session(reconcile: Reconciler, world: W
     assert reconcile.findings(result) == [("2", "", "MISMATCH")]
     [found] = reconcile.rows(result)
     assert START.isoformat()[:19] in found["row"]
-
-
-def test_only_times_in_nanoseconds_are_read_as_numbers(tmp_path: Path) -> None:
-    moment = datetime(2025, 6, 1, 12, tzinfo=ZoneInfo("UTC"))
-    table = pa.table({"at": pa.array([moment], pa.timestamp("ns", tz="UTC")), "id": [1]})
-    pq.write_table(table, tmp_path / "nanos.parquet")
-    pq.write_table(table, tmp_path / "int96.parquet", use_deprecated_int96_timestamps=True)
-    assert _nanosecond_columns("x", [f"file://{tmp_path}/nanos.parquet"]) == {"at"}
-    assert _nanosecond_columns("x", [f"file://{tmp_path}/int96.parquet"]) == set()

@@ -1,4 +1,4 @@
-"""Faults of every class, planted and found: by one run, a chain of runs and a stream, over PostgreSQL, Parquet and CSV.
+"""Faults of every class, planted and found: by one run and by a chain of runs, over PostgreSQL, Parquet and CSV.
 
 Each class, of messages and of groups, is planted as often as the others, and live writers go on beside them; found is
 exactly what was planted. Up to the last cut the watermark is given, so that all kinds of source are cut at the same
@@ -32,7 +32,6 @@ SPAN = timedelta(hours=6)
 CUTS: dict[str, tuple[timedelta, ...]] = {
     "batch": (),
     "incremental": (SPAN / 2, SPAN / 3 * 2),
-    "streaming": (SPAN / 2, SPAN / 3 * 2),
 }
 # Work that live writers leave undone is not overdue during the test; planted faults are long overdue. There is no grace
 # period, so the protocol alone has to be right, and rows written a moment ago are judged.
@@ -106,7 +105,7 @@ def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
 
 # Each kind of source and each way to run once. The slow run of test_matrix.py and test_runs.py prove the same sooner.
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "mode"), [("postgres", "incremental"), ("parquet", "streaming"), ("csv", "batch")])
+@pytest.mark.parametrize(("kind", "mode"), [("postgres", "incremental"), ("parquet", "incremental"), ("csv", "batch")])
 def test_exactly_what_was_planted_is_found(
     reconcile: Reconciler, world: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
@@ -155,6 +154,4 @@ def find(
 def look(reconcile: Reconciler, mode: str, text: str) -> dict[str, Any]:
     """The result of one more look at everything that is there."""
     path = reconcile.rules(text=text)
-    if mode == "streaming":
-        return reconcile.watch(path).available_now()
     return reconcile.run(rules=path, full=mode == "batch")

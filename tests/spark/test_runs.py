@@ -126,6 +126,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     third = reconcile.run()
     assert set(reconcile.findings(third)) == {(key, group, "RECOVERED") for key, group, _ in planted}
     assert pipeline.exit_code(third) == 0
+    assert [sum(each["open"].values()) for each in third["last_runs"]] == [len(planted), len(planted), 0]
 
 
 def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -142,6 +143,10 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
     for row in by_class.values():
         assert row["remedy"].startswith("Check first: ")
         assert "{" not in row["remedy"], "an effect without a message has no message to trace"
+    known = json.loads(by_class["ORPHAN", ""]["evidence"])
+    assert [(each["state"], each["decided_by"]) for each in known["messages"]] == [("committed", "P")]
+    assert [(each["group"], each["effects"]) for each in known["effects"]] == [(name, 1) for name in GROUPS]
+    assert {(each["group"], each["delivery"]) for each in known["deliveries"]} == {(name, "passed") for name in GROUPS}
     dead, stuck = by_class["DEAD", "points"], by_class["HALF_STUCK", ""]
     assert dead["remedy"].endswith(f"`python manage.py outbox_dead_letter replay points {dead['message_id']}`.")
     assert f"outbox_transaction decide {stuck['transaction_id']} commit" in stuck["remedy"]
