@@ -17,7 +17,6 @@ from outbox.contrib.django import (
     apublish_messages,
     fenced_producer,
     message,
-    message_transaction,
     publish,
     publish_many,
     publish_messages,
@@ -48,17 +47,11 @@ def in_a_block() -> None:
         publish("orders", {})
 
 
-def in_a_message_transaction() -> None:
-    with message_transaction(at_once=True):
-        publish("orders", {}, at_once=True)
-
-
 FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
     "apublish": lambda: async_to_sync(apublish)("orders", {}, at_once=True),
     "apublish_many": lambda: async_to_sync(apublish_many)("orders", [{}], at_once=True),
     "apublish_messages": lambda: async_to_sync(apublish_messages)([message("orders", {})], at_once=True),
     "fenced_producer": lambda: fenced_producer("import", wait_seconds=1),
-    "message_transaction": in_a_message_transaction,
     "publish": lambda: publish("orders", {}, at_once=True),
     "publish_many": lambda: publish_many("orders", [{}], at_once=True),
     "publish_messages": lambda: publish_messages([message("orders", {})], at_once=True),

@@ -205,8 +205,8 @@ def list_processes(run: Executor, group: str | None = None, *, limit: int = 100)
 # ---------------------------------------------------------------------------------------------------------------------
 # Open transactions in the broker: stored half messages without a decision, from any sender.
 #
-# Messages of a `message_transaction()` that has no local transaction are not in these lists, because such messages
-# exist only in the process that publishes them. An open transaction blocks only its keys on FIFO topics.
+# Messages without a local transaction are not in these lists, because they are decided when they are stored. An open
+# transaction blocks only its keys on FIFO topics.
 
 
 @dataclass(frozen=True, slots=True)
