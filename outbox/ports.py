@@ -110,12 +110,6 @@ class Broker(Protocol):
     def topic(self, name: str) -> Topic:
         """Return the topic with the properties that the broker has stored. Raises UnknownTopic."""
 
-    def declare(self, topics: Sequence[Topic]) -> None:
-        """Create the declared topics, or change existing topics to their declaration.
-
-        If the engine cannot create or change topics, raises NotSupported.
-        """
-
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:

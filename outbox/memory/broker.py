@@ -78,10 +78,6 @@ class InMemoryBroker:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def declare(self, topics: Iterable[Topic]) -> None:
-        """Add or replace topics."""
-        self._log.declare(topics)
-
     def send(
         self,
         messages: Sequence[Message],

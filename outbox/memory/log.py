@@ -86,10 +86,6 @@ class Log:
 
     # -- storing --------------------------------------------------------------------------------
 
-    def declare(self, topics: Iterable[Topic]) -> None:
-        """Add or replace topics."""
-        self._topics.update((topic.name, topic) for topic in topics)
-
     def topic(self, name: str) -> Topic:
         """Return the topic. If automatic creation is on, create an undeclared topic. Else raises UnknownTopic."""
         if name not in self._topics:

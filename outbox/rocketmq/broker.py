@@ -365,9 +365,6 @@ class RocketMQBroker:
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         REFUSALS.refuse("reject_transactional", "refusing transactional messages")
 
-    def declare(self, topics: Sequence[Topic]) -> None:
-        REFUSALS.refuse("declare", "changing a topic")
-
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:

@@ -111,10 +111,6 @@ REFUSALS: Final = Refusals(
             "switch that refuses the transactional messages of all producers",
             "Let an operator set rejectTransactionMessage on the server.",
         ),
-        "declare": Refusal(
-            "topics that a client changes",
-            "Use `manage.py outbox_install --create`, which creates the topic on the server.",
-        ),
         "run_once": Refusal(
             "report of what is due now",
             "Run outbox_worker. With the option --until-drained, the worker ends when no message is left.",

@@ -95,8 +95,6 @@ CHANGING: Final = (
     f"outbox_message recall {SOME}",
     "outbox_message recall --topic orders --key k",
     f"outbox_message redeliver {SOME} --group effects --no-input",
-    "outbox_topic create another",
-    "outbox_topic alter orders --queue-count 3",
     "outbox_topic delete orders --no-input",
     "outbox_transaction ask --all",
     f"outbox_transaction ask {SOME}",

@@ -189,16 +189,6 @@ def _delete_group(world: World) -> Given:
     return {"group": "mail"}
 
 
-@case("create_topic", topics)
-def _create_topic(world: World) -> Given:
-    return {"name": "new", "queue_count": "3"}
-
-
-@case("alter_topic", topics)
-def _alter_topic(world: World) -> Given:
-    return {"name": "orders", "queue_count": "16"}
-
-
 @case("delete_topic", topics)
 def _delete_topic(world: World) -> Given:
     return {"name": "orders"}

@@ -130,17 +130,8 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
 
 
 def test_topics() -> None:
-    assert "Done." in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
-    with pytest.raises(CommandError, match="alter new"):
-        call("outbox_topic", "create", "new")
-    assert "Done." in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
-    assert "There is nothing to do" in call("outbox_topic", "alter", "new", "--queue-count", "5")
-    with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
-        call("outbox_topic", "alter", "nwe", "--queue-count", "5")
-    with pytest.raises(CommandError, match="1 to 1024"):
-        call("outbox_topic", "alter", "new", "--queue-count", "0")
-    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "new")
-    assert (topic["queue_count"], topic["types"], topic["key_lock"]) == (5, ["FIFO"], False)
+    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "orders")
+    assert (topic["queue_count"], topic["key_lock"]) == (4, True) and "NORMAL" in topic["types"]
     assert "orders" in call("outbox_topic", "list")
 
 

@@ -298,7 +298,8 @@ class TopicCatalog:
         if known.topic.on_limit == "refuse":
             raise TopicOverLimit(
                 f"topic {name!r} takes no messages now: {known.over_limit}. Message {message.message_id} was not "
-                f"published. To accept more messages, raise the limit with `manage.py outbox_topic alter {name}`."
+                f"published. To accept more messages, raise the limit in OUTBOX['TOPICS'], and run `manage.py "
+                "outbox_install`."
             )
         if now - self._warned.get(name, -_REFRESH_SECONDS) >= _REFRESH_SECONDS:
             self._warned[name] = now
@@ -325,7 +326,6 @@ def unknown_topic(name: str, topics: Iterable[str]) -> UnknownTopic:
     nearest = difflib.get_close_matches(name, list(topics), n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return UnknownTopic(
-        f"topic {name!r} is not declared.{hint} Declare it: in OUTBOX['TOPICS'], followed by `manage.py migrate "
-        f"--database=ALIAS` with the alias of the broker; with `manage.py outbox_topic create {name}`; or with "
-        f"PostgresBroker.declare."
+        f"topic {name!r} is not declared.{hint} Declare it in OUTBOX['TOPICS'], and run `manage.py migrate "
+        "--database=ALIAS` with the alias of the broker; or call PostgresBroker.declare."
     )
