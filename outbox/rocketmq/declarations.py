@@ -31,10 +31,10 @@ REFUSALS: Final = Refusals(
             ),
         ),
         (
-            lambda topic: topic.backlog_limit is not None or topic.space_limit_bytes is not None,
+            lambda topic: topic.backlog_limit is not None,
             Refusal(
-                "limits of a topic's backlog or space",
-                "Remove backlog_limit and space_limit_bytes, and watch the consumer lag of RocketMQ.",
+                "limits of a topic's backlog",
+                "Remove backlog_limit, and watch the consumer lag of RocketMQ.",
             ),
         ),
         (

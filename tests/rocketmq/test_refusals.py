@@ -41,7 +41,7 @@ def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], wa
 @pytest.mark.parametrize(
     ("topic", "what"),
     [
-        (Topic(name="orders", backlog_limit=5), "limits of a topic's backlog or space"),
+        (Topic(name="orders", backlog_limit=5), "limits of a topic's backlog"),
         (Topic(name="orders", searchable=True), "option for an index of keys"),
     ],
 )

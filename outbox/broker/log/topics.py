@@ -28,21 +28,21 @@ _RECHECK_SECONDS: Final = 1.0
 
 _DECLARE = Statement("""
 INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds,
-    backlog_limit, space_limit_bytes, on_limit, searchable)
+    backlog_limit, on_limit, searchable)
 VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s,
-    %(backlog_limit)s, %(space_limit_bytes)s, %(on_limit)s, %(searchable)s)
+    %(backlog_limit)s, %(on_limit)s, %(searchable)s)
 ON CONFLICT (name) DO UPDATE SET
     message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
-    backlog_limit = excluded.backlog_limit, space_limit_bytes = excluded.space_limit_bytes,
+    backlog_limit = excluded.backlog_limit,
     on_limit = excluded.on_limit, searchable = excluded.searchable,
     layout = known.layout + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
 WHERE known.deleted_at IS NOT NULL
    OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count,
-       known.backlog_limit, known.space_limit_bytes, known.on_limit, known.searchable)
+       known.backlog_limit, known.on_limit, known.searchable)
    IS DISTINCT FROM
       (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count,
-       excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit, excluded.searchable)
+       excluded.backlog_limit, excluded.on_limit, excluded.searchable)
 RETURNING topic_id, layout, queue_count
 """)
 
@@ -60,7 +60,7 @@ WHERE topic_id = %(topic_id)s AND layout < %(layout)s AND closed_at IS NULL
 # Every declared topic, a `TopicRow` each.
 ALL_TOPICS: Final = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
-       space_limit_bytes, on_limit, searchable, over_limit ->> 'reason' AS over_limit,
+       on_limit, searchable, over_limit ->> 'reason' AS over_limit,
        CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_messages() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
@@ -78,7 +78,6 @@ class TopicRow:
     on_park: str
     retention_seconds: int
     backlog_limit: int | None
-    space_limit_bytes: int | None
     on_limit: str
     searchable: bool
     over_limit: str | None
@@ -96,7 +95,6 @@ class TopicRow:
                 on_park=self.on_park,
                 retention_seconds=self.retention_seconds,
                 backlog_limit=self.backlog_limit,
-                space_limit_bytes=self.space_limit_bytes,
                 on_limit=self.on_limit,
                 searchable=self.searchable,
             ),
@@ -167,7 +165,6 @@ def _columns(topic: Topic) -> dict[str, object]:
         "on_park": topic.on_park,
         "retention_seconds": topic.retention_seconds,
         "backlog_limit": topic.backlog_limit,
-        "space_limit_bytes": topic.space_limit_bytes,
         "on_limit": topic.on_limit,
         "searchable": topic.searchable,
     }

@@ -122,18 +122,11 @@ class TopicOptions:
         meaning="the greatest number of messages that a group may be behind "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
-    space_limit_bytes: int | None = setting(
-        _TOPIC["space_limit_bytes"],
-        or_none(whole(1, "bytes")),
-        word="space limit",
-        meaning="the topic is over this limit if all messages of the broker together take more space "
-        "([limits](operations/sizing.md#limits-of-the-backlog))",
-    )
     on_limit: str = setting(
         _TOPIC["on_limit"],
         one_of("refuse", "warn"),
         word="limit",
-        meaning="while a limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
+        meaning="while the limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
     )
     searchable: bool = setting(
         _TOPIC["searchable"],
