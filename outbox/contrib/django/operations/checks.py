@@ -24,7 +24,6 @@ from outbox.broker.operations.progress import newcomers
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
-from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
@@ -303,7 +302,6 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
             yield from _undeclared(
                 settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
             )
-            yield from _check_back_is_absent(Executor(connection, settings.schema), settings)
             yield from _new_groups(Executor(connection, settings.schema))
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
@@ -360,14 +358,6 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
             hint=f"Let `manage.py outbox_worker --until-drained` deliver them with BROKER set back to {alias!r}.",
             id="outbox.W028",
         )
-
-
-def _check_back_is_absent(run: Executor, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for found in turns.unasked(run):
-        if found.producer_group == settings.producer_group:
-            yield Warning(
-                str(found), hint="Start `celery worker --outbox` or `manage.py outbox_worker`.", id="outbox.W030"
-            )
 
 
 def _new_groups(run: Executor) -> Iterator[CheckMessage]:
