@@ -107,10 +107,6 @@ REFUSALS: Final = Refusals(
         "leftovers": _FENCING,
         "recall": _RECALL,
         "recall_key": _RECALL,
-        "reject_transactional": Refusal(
-            "switch that refuses the transactional messages of all producers",
-            "Let an operator set rejectTransactionMessage on the server.",
-        ),
         "run_once": Refusal(
             "report of what is due now",
             "Run outbox_worker. With the option --until-drained, the worker ends when no message is left.",

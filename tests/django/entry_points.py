@@ -22,7 +22,6 @@ from outbox.contrib.django import (
     publish_messages,
     recall,
     recall_key,
-    reject_transactional,
     run_check_back,
     run_prune,
     transactional_message,
@@ -57,7 +56,6 @@ FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
     "publish_messages": lambda: publish_messages([message("orders", {})], at_once=True),
     "recall": lambda: recall(SOME),
     "recall_key": lambda: recall_key("orders", "k"),
-    "reject_transactional": reject_transactional,
     "run_check_back": lambda: run_check_back(),
     "run_prune": run_prune,
     "transactional_message": decorated,
@@ -67,7 +65,6 @@ FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
 OTHERS: Final = {"ClaimedDelivery", "get_broker", "message", "subscriber"}
 MORE: Final[dict[str, Callable[[], object]]] = {
     "publish in a block": in_a_block,
-    "run_check_back of parked ones": lambda: run_check_back(parked=True),
     "a consumer": lambda: consumer_runtime().run_once(),
 }
 # Calls that only read, and calls that find by reading that there is nothing to change.
@@ -98,8 +95,6 @@ CHANGING: Final = (
     "outbox_topic delete orders --no-input",
     "outbox_transaction ask --all",
     f"outbox_transaction ask {SOME}",
-    "outbox_transaction check",
-    "outbox_transaction check --parked",
     "outbox_transaction reject",
     "outbox_worker --drain",
 )

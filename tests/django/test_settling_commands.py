@@ -18,7 +18,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
-from outbox.contrib.django import message, publish, publish_messages, subscriber
+from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
@@ -111,7 +111,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
         str(other),
         str(third),
     ]
-    assert call_json("outbox_transaction", "check")["committed"] == 3
+    assert run_check_back().committed == 3
     assert decisions() == {"a": "C", "b": "C", "c": "C"}
 
 
@@ -193,7 +193,7 @@ def _paused(group: str) -> bool:
 
 ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
 LISTED = {one.command.removeprefix("outbox_"): one for one in LISTINGS.values() if one.command}
-LOOKS = ["audit compare", "doctor", "message show", "status", "transaction check", *LISTED]
+LOOKS = ["audit compare", "doctor", "message show", "status", *LISTED]
 PAGED = [name for name, one in LISTED.items() if one.after]
 
 

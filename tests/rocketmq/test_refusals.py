@@ -82,7 +82,7 @@ def test_a_handler_without_the_inbox_is_refused() -> None:
 
 def test_a_refused_call_names_what_works() -> None:
     EVERYTHING.require("recall", "recall")
-    REFUSALS.require("hint_checks", "a hint")
+    REFUSALS.require("hint_one_way", "a hint")
     with pytest.raises(NotSupported, match=r"^recall: the engine RocketMQ has no .*\. Let the handler check"):
         REFUSALS.require("recall", "recall")
 

@@ -19,7 +19,6 @@ from outbox.broker.transaction.decisions import record_ends
 from outbox.broker.transaction.half_scan import ScanCounts
 from outbox.message import stored_message
 from outbox.transaction import (
-    GROUP_AWAY_SECONDS,
     Answer,
     Check,
     CheckSettings,
@@ -199,7 +198,7 @@ def claim_checks(
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
     if was_away or starts:
-        parking.ask_parked(run, producer_group, lately_seconds=GROUP_AWAY_SECONDS)
+        parking.ask_parked(run, producer_group)
     parameters = {
         "group": producer_group,
         "limit": limit,

@@ -9,7 +9,7 @@ HALF ───────────► PENDING ◄─────────
                    │ or max_age_seconds after immunity (park_overdue):      reason `unanswered` or `age`
                    ▼
                  PARKED ── asked: every parked_recheck_seconds; when its group comes back; when a process of the
-                   │       group starts; on request (resume_checks, hint_checks). UNKNOWN: stays parked
+                   │       group starts; on request (hint_checks). UNKNOWN: stays parked
                    ▼
     from every state, once: COMMIT or ROLLBACK by an end message, a check, or an operator ──► DECIDED
 
@@ -65,13 +65,11 @@ WITH before AS (
 SELECT coalesce((SELECT seen_at FROM before) < now() - make_interval(secs => %(away)s), true)
 """)
 
-# The statement leaves out transactions that were claimed for a check in the last `lately` seconds; with 0, it leaves
-# out no transaction.
 _ASK_PARKED = Statement("""
 WITH chosen AS (
     SELECT transaction_id FROM {schema}.pending_check pending
     WHERE producer_group = %(group)s AND parked_at IS NOT NULL
-      AND coalesce(asked_at < now() - make_interval(secs => %(lately)s), true)
+      AND coalesce(asked_at < now() - make_interval(secs => %(away)s), true)
       AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
     ORDER BY transaction_id FOR UPDATE SKIP LOCKED
 )
@@ -141,10 +139,7 @@ def note_asking(run: Executor, producer_group: str) -> bool:
     return bool(was_away)
 
 
-def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-    """Make the parked transactions of a group due for a check now, and return their number.
-
-    Transactions that were claimed for a check in the last `lately_seconds` are left out.
-    """
+def ask_parked(run: Executor, producer_group: str) -> None:
+    """Make the parked transactions of a group due for a check now, except those asked in the last GROUP_AWAY_SECONDS."""
     with lifted(run.connection):
-        return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})
+        run.execute(_ASK_PARKED, {"group": producer_group, "away": GROUP_AWAY_SECONDS})

@@ -18,7 +18,7 @@ from outbox.contrib.django.publishing.publish import (
     publish_many,
     publish_messages,
 )
-from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
+from outbox.contrib.django.publishing.steering import recall, recall_key
 from outbox.contrib.django.subscribers.registry import subscriber
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ __all__ = [
     "publish_messages",
     "recall",
     "recall_key",
-    "reject_transactional",
     "run_check_back",
     "run_prune",
     "subscriber",

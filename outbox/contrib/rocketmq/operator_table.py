@@ -51,7 +51,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_topic delete": f"{_MQADMIN} `mqadmin deleteTopic`.",
     "outbox_transaction accept": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v false`.",
     "outbox_transaction ask": _LEDGER_DECIDES,
-    "outbox_transaction check": _LEDGER_DECIDES,
     "outbox_transaction decide": _LEDGER_DECIDES,
     "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
 }

@@ -206,14 +206,11 @@ def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_a
     third.close()
 
 
-def test_a_parked_transaction_is_asked_about_on_request(at_once: PostgresBroker, connection: BrokerConnection) -> None:
-    one, other = parked_by_checks(at_once), half(group="other")
-    at_once.send_half(other)
+def test_a_parked_transaction_is_asked_about_on_request(at_once: PostgresBroker) -> None:
+    one = parked_by_checks(at_once)
     assert asked(at_once) == []
-    assert at_once.resume_checks("shop") == 1
-    assert at_once.resume_checks("other") == 0
-    assert asked(at_once) == [one.transaction_id]
-    at_once.hint_checks([one.transaction_id])
+    at_once.hint_one_way(one.transaction_id)
+    assert at_once.flush(within_seconds=5)
     assert asked(at_once) == [one.transaction_id]
 
 

@@ -114,12 +114,6 @@ def _silence(group: str, seconds: float | None) -> str:
     )
 
 
-def switch_transactional(rejecting: bool) -> bool:
-    """Refuse new transactional messages, or accept them again. Returns whether the state changed."""
-    with broker_connection() as (connection, schema), connection.transaction():
-        return changes.reject_transactional(Executor(connection, schema), rejecting)
-
-
 # -- ask ------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +352,8 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
         now = changes.rejects_transactional(Executor(connection, schema))
 
     def do() -> Mapping[str, Any]:
-        switch_transactional(rejecting)
+        with broker_connection() as (connection, schema), connection.transaction():
+            changes.reject_transactional(Executor(connection, schema), rejecting)
         return {"rejecting": rejecting}
 
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
