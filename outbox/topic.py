@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outbox import names
@@ -12,7 +12,6 @@ from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatc
 from outbox.message import Message
 from outbox.time_limit import TIMEOUT_HEADER
 
-DEFAULT_QUEUE_COUNT = 8
 DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
 MAX_QUEUE_COUNT = 1024
 
@@ -53,7 +52,7 @@ class Topic:
 
     name: str
     types: frozenset[MessageType] = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
-    queue_count: int = DEFAULT_QUEUE_COUNT
+    queue_count: int = 8
     key_lock: bool = True
     on_park: str = "hold"
     retention_seconds: int = DEFAULT_RETENTION_SECONDS
@@ -152,19 +151,11 @@ class Topic:
         )
 
 
-Selector = Callable[[Message, int], int]
+def select_shard(message: Message) -> int | None:
+    """Return the shard of a message: its own `shard`, else a hash of the key, else None.
 
-
-def select_shard(
-    message: Message, selector: Selector | None = None, queue_count: int = DEFAULT_QUEUE_COUNT
-) -> int | None:
-    """Return the shard of a message.
-
-    The shard is the message's own `shard`, else the result of `selector(message, queue_count)`, else a hash of the key,
-    else None. The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
+    The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
     """
     if message.shard is not None:
         return message.shard
-    if selector is not None:
-        return selector(message, queue_count) & 0x7FFFFFFF
     return zlib.crc32(message.key.encode()) & 0x7FFFFFFF if message.key else None

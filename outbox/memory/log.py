@@ -192,7 +192,7 @@ class Log:
             if blocker is not None and blocker < entry.log_id:
                 self._held.append(entry)
                 continue
-            shard = select_shard(entry.message, queue_count=topic.queue_count)
+            shard = select_shard(entry.message)
             number = (entry.log_id if shard is None else shard) % topic.queue_count
             entry.queued_at = self._now()
             self._queues[topic.name, number].append(entry)

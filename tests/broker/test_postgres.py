@@ -80,24 +80,6 @@ def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: Bro
     assert broker.send([message("new")])[0].position is not None
 
 
-def test_unknown_topics_are_created_where_that_is_allowed(
-    database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    catalog = TopicCatalog(auto_create=True)
-    with contextlib.suppress(ZeroDivisionError), connection.transaction():
-        # The second one reads the topic again, in the transaction that has created it.
-        for _ in range(2):
-            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
-        raise ZeroDivisionError
-    for _ in range(2):
-        with connection.transaction():
-            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
-    drain(new_sequencer(database), connection)
-    assert len(queued_ids(connection, "fresh")) == 2
-    # A topic of a committed transaction is remembered.
-    assert "fresh" in catalog._known
-
-
 def test_a_topic_that_a_restore_took_away_takes_no_message(
     broker: PostgresBroker, connection: BrokerConnection
 ) -> None:

@@ -68,20 +68,3 @@ def test_an_option_refuses_the_message_and_the_block(path: str) -> None:
     with pytest.raises(ConfigurationError, match="option 1"):
         transactional_message("", Signed("a"), messages=list)  # type: ignore[call-overload]
     assert "C" not in decisions().values()
-
-
-class Locking(Option):
-    """Acts in the transaction of the publisher."""
-
-    is_kept = True
-
-
-@pytest.mark.usefixtures("databases")
-def test_an_option_comes_after_a_message_that_has_created_its_topic(outbox_settings: Callable[..., None]) -> None:
-    """The transaction that has created the topic is open, so another connection would wait for it."""
-    outbox_settings(AUTO_CREATE_TOPICS=True)
-    for alias in ("broker", "default"):
-        with transaction.atomic(using=alias):
-            publish(f"new-{alias}", {}, key=f"{alias} 1", using=alias)
-            publish(f"new-{alias}", {}, Locking(), key=f"{alias} 2", using=alias)
-    assert decisions() == dict.fromkeys(("broker 1", "broker 2", "default 1", "default 2"), "C")

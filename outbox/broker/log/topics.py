@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
-
-from psycopg import pq
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.errors import TopicOverLimit, UnknownTopic
 from outbox.message import Message
-from outbox.topic import MessageType, Selector, Topic, select_shard
+from outbox.topic import MessageType, Topic, select_shard
 from outbox.utils import log_context
 
 logger = logging.getLogger(__name__)
@@ -179,8 +177,6 @@ def _read(run: Executor) -> dict[str, KnownTopic]:
     return {row.name: row.known() for row in run.objects(TopicRow, ALL_TOPICS)}
 
 
-_TRANSACTION: Final = Statement("SELECT pg_current_xact_id()::text")
-_TRANSACTION_IF_ANY: Final = Statement("SELECT pg_current_xact_id_if_assigned()::text")
 _ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")
 
 
@@ -193,23 +189,14 @@ def find_topic_id(run: Executor, name: str) -> int | None:
 class TopicCatalog:
     """The declared topics. The catalog reads the topics at its first use, then every 30 s, and for each unknown name.
 
-    With `auto_create`, unknown topics are declared with the defaults; `selectors` choose shards per topic. Thread-safe.
+    Thread-safe.
     """
 
-    def __init__(
-        self, schema: str = "outbox", *, auto_create: bool = False, selectors: Mapping[str, Selector] | None = None
-    ) -> None:
+    def __init__(self, schema: str = "outbox") -> None:
         self._schema = schema
-        self._auto_create = auto_create
-        self._selectors = dict(selectors or {})
-        self._lock = threading.Lock()
         self._known: dict[str, KnownTopic] = {}
         self._stale_at = 0.0
         self._warned: dict[str, float] = {}
-        # The topics that this catalog has created in open transactions, with the ids of the transactions. Until such a
-        # transaction has committed, only itself may know the topic: if it rolls back, a message of another transaction
-        # would be stored under an id that no topic has.
-        self._created: dict[str, str] = {}
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
         """Return the topic `name`.
@@ -220,12 +207,6 @@ class TopicCatalog:
         if known is not None and time.monotonic() < self._stale_at:
             return known
         topics = self._refresh(connection)
-        if name not in topics and self._auto_create:
-            run = Executor(connection, self._schema)
-            declare_topics(run, [Topic(name=name)])
-            if connection.info.transaction_status != pq.TransactionStatus.IDLE:
-                [self._created[name]] = run.one(_TRANSACTION)
-            topics = self._refresh(connection)
         try:
             return topics[name]
         except KeyError:
@@ -254,15 +235,11 @@ class TopicCatalog:
                 and not message.headers
                 and time.monotonic() < self._stale_at
             ):
-                shard = select_shard(message, self._selectors.get(message.topic), known.topic.queue_count)
-                return [Prepared(message, known, shard)]
+                return [Prepared(message, known, select_shard(message))]
             return self._prepare(connection, messages, transactional)
         prepared: list[Prepared] = []
-        start = 0
-        for end in range(1, len(messages) + 1):
-            if end == len(messages) or messages[end].topic != messages[start].topic:
-                prepared += self._prepare(connection, messages[start:end], transactional)
-                start = end
+        for _, of_topic in itertools.groupby(messages, key=lambda message: message.topic):
+            prepared += self._prepare(connection, list(of_topic), transactional)
         return prepared
 
     def _prepare(
@@ -270,13 +247,12 @@ class TopicCatalog:
     ) -> list[Prepared]:
         """Do the same as `prepare` for messages of one topic."""
         name = messages[0].topic
-        known, selector = self.get(connection, name), self._selectors.get(name)
-        topic = known.topic
-        topic.check_accepts_all(messages, transactional=transactional)
+        known = self.get(connection, name)
+        known.topic.check_accepts_all(messages, transactional=transactional)
         # `transactional` is None if the local transaction has committed: the message must not be lost.
         if known.over_limit is not None and transactional is not None:
             self._check_limit(connection, messages[0])
-        return [Prepared(message, known, select_shard(message, selector, topic.queue_count)) for message in messages]
+        return [Prepared(message, known, select_shard(message)) for message in messages]
 
     def _check_limit(self, connection: Connection, message: Message) -> None:
         """Raise TopicOverLimit, or log a warning, if a limit of the message's topic is still exceeded.
@@ -303,18 +279,9 @@ class TopicCatalog:
             logger.warning("topic %r is over its limit, and still takes messages: %s", name, known.over_limit)
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
-        run = Executor(connection, self._schema)
-        topics = _read(run)
-        remembered = topics
-        if self._created:
-            [current] = run.one(_TRANSACTION_IF_ANY)
-            own = {name for name, created_in in tuple(self._created.items()) if created_in == current}
-            remembered = {name: known for name, known in topics.items() if name not in own}
-            for name in remembered:
-                self._created.pop(name, None)
-        with self._lock:
-            self._known = remembered
-            self._stale_at = time.monotonic() + _REFRESH_SECONDS
+        topics = _read(Executor(connection, self._schema))
+        self._known = topics
+        self._stale_at = time.monotonic() + _REFRESH_SECONDS
         return topics
 
 

@@ -86,8 +86,7 @@ def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
-        engine = engine_of(settings)
-        _ = engine.codecs, engine.catalog
+        _ = engine_of(settings).codecs
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E005")
 
@@ -140,7 +139,7 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Pass mode='key_ordered' or mode='orderly' to @subscriber.",
                 id="outbox.W015",
             )
-        if settings.topics and not settings.auto_create_topics and item.subscription.topic not in settings.topics:
+        if settings.topics and item.subscription.topic not in settings.topics:
             yield Warning(
                 f"{item.name} subscribes to {item.subscription.topic!r}, which OUTBOX['TOPICS'] does not declare.",
                 hint="Declare the topic, or ignore this warning if another service declares it.",

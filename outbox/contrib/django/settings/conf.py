@@ -95,12 +95,6 @@ class TopicOptions:
         "days",
     )
     codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
-    selector: str | None = setting(
-        None,
-        dotted_path,
-        word="selector (RocketMQ's message queue selector)",
-        meaning="function that chooses the queue of a message; without it, the key chooses the queue",
-    )
     key_lock: bool = setting(
         _TOPIC["key_lock"],
         flag,
@@ -139,11 +133,10 @@ class TopicOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredTopic:
-    """One entry of TOPICS. `codec` and `selector` are dotted paths, which are imported at their first use."""
+    """One entry of TOPICS. `codec` is a dotted path, which is imported at its first use."""
 
     topic: Topic
     codec: str | None = None
-    selector: str | None = None
 
 
 def _topic(where: str, name: str, given: object) -> DeclaredTopic:
@@ -152,7 +145,7 @@ def _topic(where: str, name: str, given: object) -> DeclaredTopic:
         topic = Topic(name=name, **{one: getattr(options, one) for one in _TOPIC if one != "name"})
     except (ConfigurationError, InvalidName) as error:
         raise ConfigurationError(f"{where}: {error}") from error
-    return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
+    return DeclaredTopic(topic=topic, codec=options.codec)
 
 
 # -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
@@ -230,13 +223,6 @@ class OutboxSettings:
         entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
         word="topic",
         meaning="the declared topics and their [options](settings.md#topics)",
-    )
-    auto_create_topics: bool = setting(
-        False,
-        flag,
-        bundled_only=True,
-        word="auto-create (Kafka, RocketMQ)",
-        meaning="whether the first message of an unknown topic creates the topic",
     )
     codec: str | None = setting(
         None,
