@@ -19,12 +19,9 @@ it too: a producer group without a running process never answers, and a conditio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
-from uuid import UUID
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.broker.log import incidents
@@ -78,32 +75,23 @@ FROM chosen WHERE pending.transaction_id = chosen.transaction_id
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    transaction_id: UUID
-    producer_group: str
-    reason: str
-    checks: int
-    last_answer: str | None
-    seen_at: datetime | None
-
-    def incident(self) -> Incident:
-        if self.reason == ParkReason.UNANSWERED:
-            since = f"since {self.seen_at:%Y-%m-%d %H:%M:%S%z}" if self.seen_at else "ever"
-            why = (
-                f"unanswered: no producer of group {self.producer_group!r} has asked for checks {since}. Start a "
-                f"worker of this group with check-back: it checks this transaction at once"
-            )
-        else:
-            why = (
-                f"age: group {self.producer_group!r} asks for checks, but its checker does not know the outcome. "
-                f"{self.checks} answers counted. The last answer was: {self.last_answer or 'none'}"
-            )
-        return Incident(
-            IncidentKind.PARKED,
-            str(self.transaction_id),
-            f"{why}. An end message or an operator can also decide",
+def _incident(one: Row) -> Incident:
+    if one.reason == ParkReason.UNANSWERED:
+        since = f"since {one.seen_at:%Y-%m-%d %H:%M:%S%z}" if one.seen_at else "ever"
+        why = (
+            f"unanswered: no producer of group {one.producer_group!r} has asked for checks {since}. Start a "
+            f"worker of this group with check-back: it checks this transaction at once"
         )
+    else:
+        why = (
+            f"age: group {one.producer_group!r} asks for checks, but its checker does not know the outcome. "
+            f"{one.checks} answers counted. The last answer was: {one.last_answer or 'none'}"
+        )
+    return Incident(
+        IncidentKind.PARKED,
+        str(one.transaction_id),
+        f"{why}. An end message or an operator can also decide",
+    )
 
 
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
@@ -122,8 +110,8 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
     total = 0
     while True:
         with lifted(run.connection):
-            parked = run.objects(_Parked, _PARK_OVERDUE, parameters)
-            incidents.record(run, [one.incident() for one in parked])
+            parked = run.objects(Row, _PARK_OVERDUE, parameters)
+            incidents.record(run, [_incident(one) for one in parked])
         total += len(parked)
         if len(parked) < _BATCH:
             return total
