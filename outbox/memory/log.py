@@ -139,7 +139,6 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """Return one receipt per message, in the order of the messages."""
         entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(

@@ -66,8 +66,6 @@ FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 
 @dataclass(frozen=True, slots=True)
 class TopicRow:
-    """A row of `ALL_TOPICS`."""
-
     topic_id: int
     name: str
     message_types: list[str]
@@ -82,7 +80,6 @@ class TopicRow:
     uncounted: int | None
 
     def known(self) -> KnownTopic:
-        """Return the topic."""
         return KnownTopic(
             self.topic_id,
             Topic(

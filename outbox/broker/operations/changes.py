@@ -48,7 +48,6 @@ _REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
 
 
 def rejects_transactional(run: Executor) -> bool:
-    """Whether the broker refuses new transactional messages."""
     [rejecting] = run.one(_REJECTS)
     return bool(rejecting)
 

@@ -275,7 +275,6 @@ class Summary:
 
     @property
     def age_seconds(self) -> float:
-        """The age of the figures in seconds."""
         return max(0.0, self.now - self.at)
 
     @property

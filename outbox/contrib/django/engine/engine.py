@@ -81,7 +81,6 @@ class Engine(ABC):
 
     @cached_property
     def catalog(self) -> TopicCatalog:
-        """The topics of a broker in PostgreSQL."""
         return TopicCatalog(self.settings.schema)
 
     @abstractmethod

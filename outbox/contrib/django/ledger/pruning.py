@@ -385,5 +385,4 @@ def moment_of(transaction_id: UUID) -> datetime:
 
 
 def first_id_after(value: UUID) -> UUID:
-    """Return the next larger id after `value`."""
     return UUID(int=value.int + 1)

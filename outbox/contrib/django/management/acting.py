@@ -55,7 +55,6 @@ class OperatorCommand(OutboxCommand):
     """
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add the subcommands."""
         self.add_subcommands(parser)
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
@@ -71,7 +70,6 @@ class OperatorCommand(OutboxCommand):
         return subcommands
 
     def add_listing(self, parser: CommandParser, listing: Listing) -> None:
-        """Add the arguments of a listing to a parser."""
         for field in listing.fields:
             add_field(parser, field)
         if listing.states:
@@ -83,7 +81,6 @@ class OperatorCommand(OutboxCommand):
         self.add_json(parser)
 
     def add_action(self, parser: CommandParser, action: DeclaredAction) -> None:
-        """Add the arguments of an action to a parser."""
         groups: dict[str, Any] = {}
         for field in action.fields:
             if field.one_of and field.one_of not in groups:
@@ -105,7 +102,6 @@ class OperatorCommand(OutboxCommand):
             getattr(self, f"_{word}")(options)
 
     def print_listing(self, listing: Listing, options: Mapping[str, Any]) -> None:
-        """Print the rows of a listing as a table, or as JSON."""
         fields = [*listing.fields, *([listing.after] if listing.after else [])]
         limit = options["limit"] if listing.after else 0
         asked = Asked({one.name: options[one.name] for one in fields}, limit, _broker, nullcontext)
@@ -168,7 +164,6 @@ class OperatorCommand(OutboxCommand):
 
 
 def add_field(parser: Any, field: Field) -> None:
-    """Add the command line argument for a field of an action to a parser."""
     if field.kind is FieldKind.FLAG:
         parser.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", help=field.help)
         return

@@ -38,7 +38,6 @@ class OutboxCommand(BaseCommand):
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
-        """Add the option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     @property
@@ -100,7 +99,6 @@ class OutboxCommand(BaseCommand):
             raise CommandError("nothing was changed.")
 
     def print_condition(self, condition: Condition) -> None:
-        """Print a condition with its evidence and its next step."""
         styles = {Severity.WARNING: self.style.WARNING, Severity.CRITICAL: self.style.ERROR}
         said = f"{condition.severity.name} {condition.name}: {first_line(condition.meaning)}"
         self.say(said, styles.get(condition.severity))
@@ -126,7 +124,6 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_table(self, listing: Listing, rows: Iterable[object]) -> None:
-        """Print the columns of a listing."""
         columns = listing.on(COMMAND, {})
         self.print_rows(
             [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in rows)

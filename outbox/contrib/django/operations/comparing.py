@@ -169,8 +169,6 @@ def losses() -> list[DatabaseComparison]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """The data that all comparisons of one pass use."""
-
     run: Executor
     life: Life
     bounds: Bounds

@@ -535,7 +535,6 @@ def _publish_at_once(
 
 
 def _report_duration(published: Published, path: str, started: float) -> None:
-    """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
     recorder = measures.recorder
     if recorder is not None and published.is_stored:
         topics = [receipt.topic for receipt in published.receipts if receipt.duplicate_of is None]
@@ -543,7 +542,6 @@ def _report_duration(published: Published, path: str, started: float) -> None:
 
 
 def _report_failure(messages: Sequence[Message], started: float, error: Exception) -> None:
-    """Report a publish call that raised `error` to the metrics recorder, if there is one."""
     if measures.recorder is not None:
         seconds = time.perf_counter() - started
         measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
@@ -917,7 +915,6 @@ def _publish_halves(
 
 @contextmanager
 def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
-    """The block in which the broker stores the messages."""
     with ExitStack() as stack:
         for step in steps:
             stack.enter_context(step.while_sending(messages))

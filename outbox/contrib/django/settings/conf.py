@@ -72,8 +72,6 @@ _TOPIC: Final[Mapping[str, Any]] = {item.name: item.default for item in fields(T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopicOptions:
-    """The options of one topic."""
-
     types: frozenset[MessageType] = setting(
         _TOPIC["types"],
         members(MessageType),

@@ -45,7 +45,6 @@ class Role(StrEnum):
 
 
 def known_roles() -> list[str]:
-    """Return the names of all roles, of the core and of parts."""
     return [*Role, *hooks.roles]
 
 
