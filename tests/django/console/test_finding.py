@@ -10,7 +10,7 @@ from django.test import Client
 from django.utils import timezone
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.listings import COUNTED
+from outbox.contrib.console.views.dead_letters import COUNTED
 from outbox.contrib.console.rendering import PER_PAGE
 from outbox.contrib.django import publish
 from outbox.contrib.django.engine.broker import flush
