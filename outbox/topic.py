@@ -45,9 +45,9 @@ class Topic:
     `key_lock`, the order in the queue is the order of commits only for transactions that do not overlap in time. If a
     message of a FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release'
     delivers these messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest
-    number of messages that a group may be behind. While it is exceeded, publishing raises TopicOverLimit if `on_limit` is
-    'refuse', and logs a warning if it is 'warn'. With `searchable`, the installation makes an index of the topic's keys.
-    Raises ConfigurationError.
+    number of messages that a group may be behind. While it is exceeded, publishing raises TopicOverLimit if `on_limit`
+    is 'refuse', and logs a warning if it is 'warn'. With `searchable`, the installation makes an index of the topic's
+    keys. Raises ConfigurationError.
     """
 
     name: str
@@ -80,7 +80,9 @@ class Topic:
                 f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
             )
         if self.backlog_limit is not None and self.backlog_limit < 1:
-            raise ConfigurationError(f"topic {self.name!r}: backlog_limit must be at least 1, got {self.backlog_limit}.")
+            raise ConfigurationError(
+                f"topic {self.name!r}: backlog_limit must be at least 1, got {self.backlog_limit}."
+            )
         if self.on_limit not in ("refuse", "warn"):
             raise ConfigurationError(
                 f"topic {self.name!r}: on_limit must be 'refuse' or 'warn', got {self.on_limit!r}."

@@ -128,6 +128,6 @@ def note_asking(run: Executor, producer_group: str) -> bool:
 
 
 def ask_parked(run: Executor, producer_group: str) -> None:
-    """Make the parked transactions of a group due for a check now, except those asked in the last GROUP_AWAY_SECONDS."""
+    """Make the parked transactions of a group due now, except those asked in the last GROUP_AWAY_SECONDS."""
     with lifted(run.connection):
         run.execute(_ASK_PARKED, {"group": producer_group, "away": GROUP_AWAY_SECONDS})

@@ -12,9 +12,7 @@ from tests.broker.support import in_threads
 
 
 def _later(connection: BrokerConnection, seconds: float) -> None:
-    connection.execute(
-        "UPDATE outbox.periodic_pass SET began_at = began_at - %(t)s", {"t": timedelta(seconds=seconds)}
-    )
+    connection.execute("UPDATE outbox.periodic_pass SET began_at = began_at - %(t)s", {"t": timedelta(seconds=seconds)})
 
 
 def _take(connection: BrokerConnection, group: str = "shop") -> bool:
