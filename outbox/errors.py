@@ -135,10 +135,6 @@ class LeftoversUndecided(BrokerError):
     """Transactions of an older instance of this producer were not decided in time. Try again."""
 
 
-class TransactionTimedOut(BrokerError):
-    """The transaction was open longer than the limit allows. No message of the transaction was published."""
-
-
 class SchemaError(BrokerError):
     """The broker's tables are missing, too old or too new for this code."""
 

@@ -76,9 +76,6 @@ class Broker(Protocol):
         Return one status per decision, in the same order. The first decision of a transaction is final.
         """
 
-    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Ask for an early check of half transactions. A failure raises no error."""
-
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Claim the group's undecided half messages that are due for a check."""
 
@@ -89,9 +86,6 @@ class Broker(Protocol):
         transaction is parked.
         """
 
-    def resume_checks(self, producer_group: str) -> int:
-        """Make the group's parked transactions due for a check now. Return the number of these transactions."""
-
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         """Recall messages that wait for their delivery time or for a retry.
 
@@ -101,20 +95,8 @@ class Broker(Protocol):
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
         """Recall every waiting message of the topic and key. Return the recalled messages. Raises UnknownTopic."""
 
-    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        """Refuse new transactional messages (True) or accept them again (False). Return whether the state has changed.
-
-        The broker still decides, checks and delivers the messages that it has already stored.
-        """
-
     def topic(self, name: str) -> Topic:
         """Return the topic with the properties that the broker has stored. Raises UnknownTopic."""
-
-    def declare(self, topics: Sequence[Topic]) -> None:
-        """Create the declared topics, or change existing topics to their declaration.
-
-        If the engine cannot create or change topics, raises NotSupported.
-        """
 
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
@@ -133,7 +115,7 @@ class Broker(Protocol):
         """Like `end`, but do not wait for the answer. If the request is lost, check-back finds the decision."""
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """Like `hint_checks` for one transaction, but do not wait for the answer."""
+        """Ask for an early check of a half message."""
 
     def flush(self, *, within_seconds: float) -> bool:
         """Wait until all one-way requests have arrived or were given up.

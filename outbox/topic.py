@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outbox import names
@@ -12,7 +12,6 @@ from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatc
 from outbox.message import Message
 from outbox.time_limit import TIMEOUT_HEADER
 
-DEFAULT_QUEUE_COUNT = 8
 DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
 MAX_QUEUE_COUNT = 1024
 
@@ -46,20 +45,18 @@ class Topic:
     `key_lock`, the order in the queue is the order of commits only for transactions that do not overlap in time. If a
     message of a FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release'
     delivers these messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest
-    number of messages that a group may be behind, and `space_limit_bytes` the greatest size of all messages that the
-    broker stores. While a limit is exceeded, publishing raises TopicOverLimit if `on_limit` is 'refuse', and logs a
-    warning if it is 'warn'. With `searchable`, the installation makes an index of the topic's keys. Raises
-    ConfigurationError.
+    number of messages that a group may be behind. While it is exceeded, publishing raises TopicOverLimit if `on_limit`
+    is 'refuse', and logs a warning if it is 'warn'. With `searchable`, the installation makes an index of the topic's
+    keys. Raises ConfigurationError.
     """
 
     name: str
     types: frozenset[MessageType] = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
-    queue_count: int = DEFAULT_QUEUE_COUNT
+    queue_count: int = 8
     key_lock: bool = True
     on_park: str = "hold"
     retention_seconds: int = DEFAULT_RETENTION_SECONDS
     backlog_limit: int | None = None
-    space_limit_bytes: int | None = None
     on_limit: str = "refuse"
     searchable: bool = False
 
@@ -82,10 +79,10 @@ class Topic:
             raise ConfigurationError(
                 f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
             )
-        for name in ("backlog_limit", "space_limit_bytes"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ConfigurationError(f"topic {self.name!r}: {name} must be at least 1, got {limit}.")
+        if self.backlog_limit is not None and self.backlog_limit < 1:
+            raise ConfigurationError(
+                f"topic {self.name!r}: backlog_limit must be at least 1, got {self.backlog_limit}."
+            )
         if self.on_limit not in ("refuse", "warn"):
             raise ConfigurationError(
                 f"topic {self.name!r}: on_limit must be 'refuse' or 'warn', got {self.on_limit!r}."
@@ -156,19 +153,11 @@ class Topic:
         )
 
 
-Selector = Callable[[Message, int], int]
+def select_shard(message: Message) -> int | None:
+    """Return the shard of a message: its own `shard`, else a hash of the key, else None.
 
-
-def select_shard(
-    message: Message, selector: Selector | None = None, queue_count: int = DEFAULT_QUEUE_COUNT
-) -> int | None:
-    """Return the shard of a message.
-
-    The shard is the message's own `shard`, else the result of `selector(message, queue_count)`, else a hash of the key,
-    else None. The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
+    The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
     """
     if message.shard is not None:
         return message.shard
-    if selector is not None:
-        return selector(message, queue_count) & 0x7FFFFFFF
     return zlib.crc32(message.key.encode()) & 0x7FFFFFFF if message.key else None

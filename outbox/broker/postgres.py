@@ -25,7 +25,7 @@ from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import refused
-from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking, turns
+from outbox.broker.transaction import checks, decisions, fencing, half_scan, turns
 from outbox.errors import BrokerError, BrokerUnavailable, SchemaError, SendFailed
 from outbox.message import Message, SendReceipt
 from outbox.recall import Recall
@@ -173,24 +173,6 @@ class PostgresBroker:
         self.notify_decided()
         return statuses
 
-    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Request an early check of these transactions. Errors are logged and ignored."""
-        try:
-            self._attempt(
-                3.0,
-                lambda run: half_scan.hint_checks(run, transaction_ids, settings=self._check),
-                what=lambda: "the request for an early check",
-            )
-        except BrokerError as error:
-            logger.debug("an early check of %d transactions was not requested: %s", len(transaction_ids), error)
-
-    def resume_checks(self, producer_group: str) -> int:
-        return self._attempt(
-            _CHECK_SECONDS,
-            lambda run: parking.ask_parked(run, producer_group),
-            what=lambda: f"the request to check parked transactions of group {producer_group!r}",
-        )
-
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         return self._attempt(
             timeout_seconds,
@@ -204,16 +186,6 @@ class PostgresBroker:
             return recall.recall_key(run, topic, key)
 
         return self._attempt(timeout_seconds, request, what=lambda: f"the recall of key {key!r} of topic {topic!r}")
-
-    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        # Imported here, because no web process changes this setting.
-        from outbox.broker.operations import changes
-
-        return self._attempt(
-            timeout_seconds,
-            lambda run: changes.reject_transactional(run, rejecting),
-            what=lambda: "the change of the setting that rejects transactional messages",
-        )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:
         """Create missing topics, and change existing topics so that they agree with `declared` (see

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from outbox.codec import Codecs
-from outbox.errors import InvalidMessage, ProducerFenced, TransactionalMessagesRejected
+from outbox.errors import InvalidMessage, ProducerFenced
 from outbox.memory.consumers import ConsumerGroups, DeadLetter
 from outbox.memory.log import CheckBackSide, Log
 from outbox.message import Message, SendReceipt
@@ -49,7 +49,6 @@ class InMemoryBroker:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.incidents: list[str] = []
-        self._rejecting = False
         self._epochs: Counter[tuple[str, str]] = Counter()
         self._clock = clock
         self._advanced = timedelta()
@@ -78,10 +77,6 @@ class InMemoryBroker:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def declare(self, topics: Iterable[Topic]) -> None:
-        """Add or replace topics."""
-        self._log.declare(topics)
-
     def send(
         self,
         messages: Sequence[Message],
@@ -100,8 +95,6 @@ class InMemoryBroker:
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         with self._log.lock:
-            if self._rejecting:
-                raise TransactionalMessagesRejected
             self._check_epoch(half.producer)
             self._log.check_accepts(half.messages, transactional=True)
             immune_until = self._checks.first_due(half.immunity_seconds)
@@ -160,18 +153,9 @@ class InMemoryBroker:
 
     # -- check-back -----------------------------------------------------------------------------
 
-    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        with self._log.lock:
-            self._checks.hint(transaction_ids)
-
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         with self._log.lock:
             return self._checks.claim(producer_group, limit)
-
-    def resume_checks(self, producer_group: str) -> int:
-        with self._log.lock:
-            self._checks.park_overdue()
-            return self._checks.ask_parked(producer_group)
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         with self._log.lock:
@@ -215,10 +199,6 @@ class InMemoryBroker:
         status = RecallStatus.RECALLED if groups else self._log.recall(message_id)
         return Recall(message_id=message_id, status=status, topic=message.topic, key=message.key, groups=groups)
 
-    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        changed, self._rejecting = rejecting != self._rejecting, rejecting
-        return changed
-
     def topic(self, name: str) -> Topic:
         with self._log.lock:
             return self._log.topic(name)
@@ -235,7 +215,8 @@ class InMemoryBroker:
         self.end([end])
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        self.hint_checks([transaction_id])
+        with self._log.lock:
+            self._checks.hint(transaction_id)
 
     def flush(self, *, within_seconds: float) -> bool:
         """Return True, because this broker executes every request at once, and no request is still to be sent."""

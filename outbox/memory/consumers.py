@@ -117,7 +117,6 @@ class ConsumerGroups:
         return tuple(sorted(retry.consumer.subscription.group for retry in taken))
 
     def retrying(self) -> list[Message]:
-        """Return the messages that wait for a retry."""
         return [retry.entry.message for retry in self._retries]
 
     def _find(self, subscription: Subscription) -> _Consumer | None:

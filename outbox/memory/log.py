@@ -86,10 +86,6 @@ class Log:
 
     # -- storing --------------------------------------------------------------------------------
 
-    def declare(self, topics: Iterable[Topic]) -> None:
-        """Add or replace topics."""
-        self._topics.update((topic.name, topic) for topic in topics)
-
     def topic(self, name: str) -> Topic:
         """Return the topic. If automatic creation is on, create an undeclared topic. Else raises UnknownTopic."""
         if name not in self._topics:
@@ -143,7 +139,6 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """Return one receipt per message, in the order of the messages."""
         entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(
@@ -196,7 +191,7 @@ class Log:
             if blocker is not None and blocker < entry.log_id:
                 self._held.append(entry)
                 continue
-            shard = select_shard(entry.message, queue_count=topic.queue_count)
+            shard = select_shard(entry.message)
             number = (entry.log_id if shard is None else shard) % topic.queue_count
             entry.queued_at = self._now()
             self._queues[topic.name, number].append(entry)
@@ -272,11 +267,11 @@ class CheckBackSide:
         immunity = self._settings.immunity_seconds if immunity_seconds is None else immunity_seconds
         return self._in(immunity)
 
-    def hint(self, transaction_ids: Sequence[UUID]) -> None:
-        """Make the transactions due for a check now."""
-        for transaction in map(self._log.find, transaction_ids):
-            if transaction is not None and transaction.due_at is not None:
-                transaction.due_at = min(transaction.due_at, self._now())
+    def hint(self, transaction_id: UUID) -> None:
+        """Make the transaction due for a check now."""
+        transaction = self._log.find(transaction_id)
+        if transaction is not None and transaction.due_at is not None:
+            transaction.due_at = min(transaction.due_at, self._now())
 
     def claim(self, producer_group: str, limit: int) -> list[Check]:
         """Claim the group's due transactions, parked transactions last.
@@ -284,7 +279,7 @@ class CheckBackSide:
         If the group has not claimed any checks for GROUP_AWAY_SECONDS, its parked transactions become due.
         """
         if self._is_away(producer_group):
-            self.ask_parked(producer_group, lately_seconds=GROUP_AWAY_SECONDS)
+            self._ask_parked(producer_group)
         self._seen_at[producer_group] = self._now()
         due = [t for t in self._of(producer_group) if t.due_at is not None and t.due_at <= self._now()]
         due.sort(key=lambda transaction: transaction.parked is not None)
@@ -300,17 +295,11 @@ class CheckBackSide:
             return transaction.immune_until
         return self._in(self._settings.recheck_seconds)
 
-    def ask_parked(self, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-        """Make the group's parked transactions due now, except transactions that were checked recently.
-
-        Return the number of transactions that are due now because of this call.
-        """
-        not_since = self._in(-lately_seconds)
-        parked = [t for t in self._of(producer_group) if t.parked is not None]
-        chosen = [t for t in parked if not lately_seconds or t.asked_at is None or t.asked_at < not_since]
-        for transaction in chosen:
-            transaction.due_at = self._now()
-        return len(chosen)
+    def _ask_parked(self, producer_group: str) -> None:
+        not_since = self._in(-GROUP_AWAY_SECONDS)
+        for transaction in self._of(producer_group):
+            if transaction.parked is not None and (transaction.asked_at is None or transaction.asked_at < not_since):
+                transaction.due_at = self._now()
 
     def postpone(self, transaction: Transaction, answer: Answer) -> None:
         """Count an UNKNOWN answer. If the limit is reached, park the transaction."""

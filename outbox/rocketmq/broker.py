@@ -262,11 +262,8 @@ class RocketMQBroker:
         """Wait until the decisions before this call are accepted or lost. Return False if this takes longer."""
         return not wait(set(self._sent), within_seconds).not_done
 
-    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Do nothing, because RocketMQ sends checks at its own times (transactionTimeOut, transactionCheckInterval)."""
-
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """Do nothing, because RocketMQ sends checks at its own times."""
+        """Do nothing, because RocketMQ sends checks at its own times (transactionTimeOut, transactionCheckInterval)."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Return the checks that this process has received and can still answer."""
@@ -349,24 +346,11 @@ class RocketMQBroker:
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
         REFUSALS.refuse("leftovers", "a fenced producer")
 
-    def resume_checks(self, producer_group: str) -> int:
-        """Return 0, because RocketMQ parks no transaction.
-
-        `settle_exhausted` reads exhausted checks from a system topic.
-        """
-        return 0
-
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         REFUSALS.refuse("recall", "recall")
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
         REFUSALS.refuse("recall_key", "recall")
-
-    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        REFUSALS.refuse("reject_transactional", "refusing transactional messages")
-
-    def declare(self, topics: Sequence[Topic]) -> None:
-        REFUSALS.refuse("declare", "changing a topic")
 
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None

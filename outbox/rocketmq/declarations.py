@@ -31,10 +31,10 @@ REFUSALS: Final = Refusals(
             ),
         ),
         (
-            lambda topic: topic.backlog_limit is not None or topic.space_limit_bytes is not None,
+            lambda topic: topic.backlog_limit is not None,
             Refusal(
-                "limits of a topic's backlog or space",
-                "Remove backlog_limit and space_limit_bytes, and watch the consumer lag of RocketMQ.",
+                "limits of a topic's backlog",
+                "Remove backlog_limit, and watch the consumer lag of RocketMQ.",
             ),
         ),
         (
@@ -107,14 +107,6 @@ REFUSALS: Final = Refusals(
         "leftovers": _FENCING,
         "recall": _RECALL,
         "recall_key": _RECALL,
-        "reject_transactional": Refusal(
-            "switch that refuses the transactional messages of all producers",
-            "Let an operator set rejectTransactionMessage on the server.",
-        ),
-        "declare": Refusal(
-            "topics that a client changes",
-            "Use `manage.py outbox_install --create`, which creates the topic on the server.",
-        ),
         "run_once": Refusal(
             "report of what is due now",
             "Run outbox_worker. With the option --until-drained, the worker ends when no message is left.",

@@ -115,12 +115,10 @@ def shown_text(error: BaseException) -> str:
 
 
 def class_name(error: BaseException) -> str:
-    """Return the name of the error's class."""
     return class_name_of(type(error))[:200]
 
 
 def class_path(value: object) -> str:
-    """Return the module and the qualified name of the class of an error."""
     kind = type(value)
     try:
         return str(f"{kind.__module__}.{kind.__qualname__}")[:500]

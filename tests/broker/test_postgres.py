@@ -20,6 +20,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
+from outbox.broker.operations import changes
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.errors import (
@@ -40,13 +41,20 @@ from tests.support import eventually
 def test_the_operator_switches_transactional_messages_off(broker: PostgresBroker, connection: BrokerConnection) -> None:
     stored = half()
     broker.send_half(stored)
-    connection.execute("UPDATE outbox.broker SET reject_transactional = true")
+    run = Executor(connection, "outbox")
+    assert changes.reject_transactional(run, True)
+    assert not changes.reject_transactional(run, True), "it is so already"
     with pytest.raises(TransactionalMessagesRejected):
         broker.send_half(half())
     with pytest.raises(TransactionalMessagesRejected):
         broker.send_half(half(message(), message()))
+    for refused in ([message()], [message(), message()]):
+        with pytest.raises(TransactionalMessagesRejected), connection.transaction():
+            commit_log.append_decided(run, broker.catalog, refused, producer_group="shop", transactional=True)
     broker.send([message()])
     broker.end([end(stored.transaction_id)])
+    assert changes.reject_transactional(run, False)
+    broker.send_half(half())
 
 
 def test_a_batch_with_a_stored_message_stores_the_other_messages(
@@ -70,24 +78,6 @@ def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: Bro
     broker.send([message()])
     declare_topics(Executor(connection, "outbox"), [Topic(name="new")])
     assert broker.send([message("new")])[0].position is not None
-
-
-def test_unknown_topics_are_created_where_that_is_allowed(
-    database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    catalog = TopicCatalog(auto_create=True)
-    with contextlib.suppress(ZeroDivisionError), connection.transaction():
-        # The second one reads the topic again, in the transaction that has created it.
-        for _ in range(2):
-            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
-        raise ZeroDivisionError
-    for _ in range(2):
-        with connection.transaction():
-            commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
-    drain(new_sequencer(database), connection)
-    assert len(queued_ids(connection, "fresh")) == 2
-    # A topic of a committed transaction is remembered.
-    assert "fresh" in catalog._known
 
 
 def test_a_topic_that_a_restore_took_away_takes_no_message(

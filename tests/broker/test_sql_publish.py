@@ -243,13 +243,11 @@ def test_a_deleted_topic_takes_no_messages_until_it_is_declared_again(connection
     assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (2,)
 
 
-def test_an_operator_can_switch_it_off_and_a_resent_id_stores_nothing(
-    connection: BrokerConnection, broker: PostgresBroker
-) -> None:
+def test_an_operator_can_switch_it_off_and_a_resent_id_stores_nothing(connection: BrokerConnection) -> None:
     given = uuid.uuid4()
     assert [publish(connection, message_id=given) for _ in range(2)] == [given, given]
     assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (1,)
-    broker.reject_transactional(True)
+    connection.execute("UPDATE outbox.broker SET reject_transactional = true")
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
         publish(connection)
 

@@ -39,7 +39,7 @@ def test_past_the_age_limit_it_is_parked_and_the_reason_names_a_group_that_does_
     )
 
 
-def test_a_parked_one_is_asked_hourly_on_request_and_when_its_group_comes_back(bench: Bench) -> None:
+def test_a_parked_one_is_asked_hourly_and_when_its_group_comes_back(bench: Bench) -> None:
     one = half(message())
     bench.broker.send_half(one)
     for _ in range(CHECKS.max_checks):
@@ -51,14 +51,10 @@ def test_a_parked_one_is_asked_hourly_on_request_and_when_its_group_comes_back(b
     bench.let_time_pass(HOUR)
     check_back(bench, asked)
     assert [check.checks for check in asked.asked] == [3], "an hour later"
-    assert bench.broker.resume_checks("nobody") == 0
-    assert bench.broker.resume_checks(one.producer_group) == 1
-    check_back(bench, asked)
-    assert [check.checks for check in asked.asked] == [3, 4], "on request"
     for _ in range(2):
         bench.let_time_pass(200)
         check_back(bench, asked)
-    assert len(asked.asked) == 2
+    assert len(asked.asked) == 1
     bench.let_time_pass(400)
     check_back(bench, AnswerWith(lambda check: Decision.COMMIT))
     assert ids(bench.visible("orders")) == ids(one.messages), "when its group came back"

@@ -164,7 +164,6 @@ def test_shard_is_stable_across_processes_and_releases() -> None:
     assert select_shard(Message(topic="t", body=b"", key="order-1")) == 0x60B37FEF
     assert select_shard(Message(topic="t", body=b"")) is None
     assert select_shard(Message(topic="t", body=b"", key="k", shard=5)) == 5
-    assert select_shard(Message(topic="t", body=b"", key="k"), lambda message, count: count + 1, 4) == 5
 
 
 def test_retry_policy_levels() -> None:

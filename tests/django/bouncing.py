@@ -31,15 +31,18 @@ def place(number: int) -> None:
     """An order and its three messages, on three topics, as one transaction over them."""
     from django.db import transaction
 
-    from outbox.contrib.django import message_transaction
+    from outbox.contrib.django import message, publish_messages
     from tests.django.shop.models import Order
 
     with contextlib.suppress(Aborted), transaction.atomic():
         Order.objects.create(number=f"n{number}")
-        with message_transaction() as tx:
-            tx.publish("orders", {}, key=f"n{number}")
-            tx.publish("payments", {}, key=f"n{number}")
-            tx.publish("steps", {}, key=f"k{number % KEYS}", tag=str(number))
+        publish_messages(
+            [
+                message("orders", {}, key=f"n{number}"),
+                message("payments", {}, key=f"n{number}"),
+                message("steps", {}, key=f"k{number % KEYS}", tag=str(number)),
+            ]
+        )
         if is_aborted(number):
             raise Aborted
 

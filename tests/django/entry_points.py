@@ -17,13 +17,11 @@ from outbox.contrib.django import (
     apublish_messages,
     fenced_producer,
     message,
-    message_transaction,
     publish,
     publish_many,
     publish_messages,
     recall,
     recall_key,
-    reject_transactional,
     run_check_back,
     run_prune,
     transactional_message,
@@ -48,23 +46,16 @@ def in_a_block() -> None:
         publish("orders", {})
 
 
-def in_a_message_transaction() -> None:
-    with message_transaction(at_once=True):
-        publish("orders", {}, at_once=True)
-
-
 FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
     "apublish": lambda: async_to_sync(apublish)("orders", {}, at_once=True),
     "apublish_many": lambda: async_to_sync(apublish_many)("orders", [{}], at_once=True),
     "apublish_messages": lambda: async_to_sync(apublish_messages)([message("orders", {})], at_once=True),
     "fenced_producer": lambda: fenced_producer("import", wait_seconds=1),
-    "message_transaction": in_a_message_transaction,
     "publish": lambda: publish("orders", {}, at_once=True),
     "publish_many": lambda: publish_many("orders", [{}], at_once=True),
     "publish_messages": lambda: publish_messages([message("orders", {})], at_once=True),
     "recall": lambda: recall(SOME),
     "recall_key": lambda: recall_key("orders", "k"),
-    "reject_transactional": reject_transactional,
     "run_check_back": lambda: run_check_back(),
     "run_prune": run_prune,
     "transactional_message": decorated,
@@ -74,7 +65,6 @@ FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
 OTHERS: Final = {"ClaimedDelivery", "get_broker", "message", "subscriber"}
 MORE: Final[dict[str, Callable[[], object]]] = {
     "publish in a block": in_a_block,
-    "run_check_back of parked ones": lambda: run_check_back(parked=True),
     "a consumer": lambda: consumer_runtime().run_once(),
 }
 # Calls that only read, and calls that find by reading that there is nothing to change.
@@ -102,13 +92,9 @@ CHANGING: Final = (
     f"outbox_message recall {SOME}",
     "outbox_message recall --topic orders --key k",
     f"outbox_message redeliver {SOME} --group effects --no-input",
-    "outbox_topic create another",
-    "outbox_topic alter orders --queue-count 3",
     "outbox_topic delete orders --no-input",
     "outbox_transaction ask --all",
     f"outbox_transaction ask {SOME}",
-    "outbox_transaction check",
-    "outbox_transaction check --parked",
     "outbox_transaction reject",
     "outbox_worker --drain",
 )

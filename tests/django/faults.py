@@ -13,7 +13,6 @@ from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
-from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.operations.comparing import run_compare
@@ -217,4 +216,4 @@ def lost_commits(world: World) -> None:
 @fault("warning")
 def rejecting(world: World) -> None:
     """An operator sets the broker to refuse transactional messages, and does not end this."""
-    switch_transactional(True)
+    world.sql("UPDATE outbox.broker SET reject_transactional = true")

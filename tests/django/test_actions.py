@@ -26,7 +26,6 @@ from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
-from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, of_command
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
@@ -105,7 +104,7 @@ def _reject(world: World) -> Given:
 
 @case("accept", REJECTING)
 def _accept(world: World) -> Given:
-    switch_transactional(True)
+    world.sql("UPDATE outbox.broker SET reject_transactional = true")
     return {}
 
 
@@ -187,16 +186,6 @@ def _rename(world: World) -> Given:
 def _delete_group(world: World) -> Given:
     world.subscribe("mail")
     return {"group": "mail"}
-
-
-@case("create_topic", topics)
-def _create_topic(world: World) -> Given:
-    return {"name": "new", "queue_count": "3"}
-
-
-@case("alter_topic", topics)
-def _alter_topic(world: World) -> Given:
-    return {"name": "orders", "queue_count": "16"}
 
 
 @case("delete_topic", topics)
@@ -310,7 +299,7 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 
 
 # Each of them is what a process does by itself, or stores what a run of Spark found.
-NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare", "outbox_contract write"}
+NOT_BY_OPERATORS = {"outbox_audit compare", "outbox_contract write"}
 READS = {
     "outbox_message show",
     "outbox_contract check",

@@ -28,7 +28,6 @@ from outbox.contrib.django import (
     apublish_messages,
     fenced_producer,
     message,
-    message_transaction,
     publish,
     publish_many,
     publish_messages,
@@ -95,20 +94,15 @@ def test_at_once_inside_a_transaction_is_refused_and_marks_the_block(path: str) 
     assert (orders(), decisions()) == ([], {})
 
 
-def test_the_messages_of_one_block(path: str) -> None:
-    """Where message_transaction() begins, not where it ends: then nothing has been done yet."""
+def test_the_messages_of_a_fenced_producer(path: str) -> None:
     producer = fenced_producer("import", wait_seconds=1)
-    for begin in (message_transaction, producer.transaction):
-        with pytest.raises(TransactionRequired, match=r"^message_transaction\(\) was not published: no transaction"):
-            with begin():
-                raise AssertionError("the block has begun")
-        with transaction.atomic(), pytest.raises(TransactionUsageError, match="at_once=True was passed"):
-            with begin(at_once=True):
-                raise AssertionError("the block has begun")
-        with begin(at_once=True) as tx:
-            tx.publish("orders", {}, key="alone")
-        with transaction.atomic(), begin() as tx:
-            tx.publish("orders", {}, key="inside")
+    with pytest.raises(TransactionRequired, match=OUTSIDE):
+        producer.publish_messages([message("orders", {}, key="k")])
+    with transaction.atomic(), pytest.raises(TransactionUsageError, match=INSIDE):
+        producer.publish_messages([message("orders", {}, key="k")], at_once=True)
+    producer.publish_messages([message("orders", {}, key="alone")], at_once=True)
+    with transaction.atomic():
+        producer.publish_messages([message("orders", {}, key="inside")])
     assert sent() == ["alone", "inside"]
 
 

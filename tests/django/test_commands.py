@@ -29,7 +29,6 @@ from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect
-from tests.django.state import decisions, rolled_back
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -57,14 +56,6 @@ def _effects(no_subscribers: None) -> None:
         if delivery.tag == "poison":
             raise PermanentError("cannot ever work")
         Effect.objects.create(number=delivery.key)
-
-
-def test_check_answers_what_is_open() -> None:
-    with rolled_back():
-        publish("orders", {}, key="dropped")
-    assert call_json("outbox_transaction", "check") == {"claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0}
-    assert decisions() == {"dropped": "R"}
-    assert "0 claimed" in call("outbox_transaction", "check")
 
 
 @pytest.mark.usefixtures("_effects")
@@ -130,17 +121,8 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
 
 
 def test_topics() -> None:
-    assert "Done." in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
-    with pytest.raises(CommandError, match="alter new"):
-        call("outbox_topic", "create", "new")
-    assert "Done." in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
-    assert "There is nothing to do" in call("outbox_topic", "alter", "new", "--queue-count", "5")
-    with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
-        call("outbox_topic", "alter", "nwe", "--queue-count", "5")
-    with pytest.raises(CommandError, match="1 to 1024"):
-        call("outbox_topic", "alter", "new", "--queue-count", "0")
-    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "new")
-    assert (topic["queue_count"], topic["types"], topic["key_lock"]) == (5, ["FIFO"], False)
+    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "orders")
+    assert (topic["queue_count"], topic["key_lock"]) == (4, True) and "NORMAL" in topic["types"]
     assert "orders" in call("outbox_topic", "list")
 
 
@@ -221,7 +203,7 @@ def test_without_a_broker_commands_say_so(
 ) -> None:
     point_alias("broker", new_database())
     for command in (
-        ["outbox_transaction", "check"],
+        ["outbox_transaction", "ask", "--all"],
         ["outbox_audit"],
         ["outbox_topic", "list"],
         ["outbox_group", "offsets", "effects"],

@@ -51,7 +51,6 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
     ("changed", "said"),
     [
         ({"PRODUCER_GROUP": ""}, "PRODUCER_GROUP"),
-        ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "'' must be HOST:PORT"),
         ({"BROKER": "rocketmq://h:1?brokers=h"}, "'h' must be HOST:PORT, the listenPort of a broker"),
         ({"BROKER": "rocketmq://a:1,b:1?brokers=h:2"}, "several proxies only as IP addresses"),

@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone, translation
 
 from outbox import Delivery
-from outbox.contrib.django import ClaimedDelivery, message_transaction, publish, subscriber
+from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -384,36 +384,6 @@ def test_no_later_message_is_inside_a_block_that_a_handler_has_left_open(
     connections.close_all()
     assert effects() == ["next"]
     assert effects("other") == ["elsewhere"]
-
-
-@pytest.mark.parametrize("effects_of", ["inside", "outside"])
-def test_messages_of_an_open_message_transaction_are_not_forgotten(effects_of: str, is_watched: bool) -> None:
-    """The message would count as handled, and these messages would never be sent."""
-    kept: list[Any] = []
-
-    def several() -> Iterator[Any]:
-        with message_transaction() as messages:
-            yield messages
-
-    @subscriber("orders", group="effects", effects=effects_of)
-    def effect(given: Any) -> None:
-        with given.finish() if effects_of == "outside" else contextlib.nullcontext():
-            Effect.objects.create(number=given.key)
-            generator = several()
-            next(generator).publish("orders", {}, key="next")
-            if given.key == "leaves":
-                kept.append(generator)
-            else:
-                next(generator, None)
-
-    registered = next(iter(registry.subscribers()))
-    results = [
-        HandlerInvoker()(registered.subscription, registered.handler, [delivery(key)], generation=1)[0]
-        for key in ("leaves", "ends")
-    ]
-    assert isinstance(results[0], TransactionUsageError)
-    assert results[1] is HANDLED
-    assert effects() == ["ends"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -17,7 +17,7 @@ from opentelemetry.semconv._incubating.metrics import messaging_metrics
 from opentelemetry.semconv.schemas import Schemas
 
 from outbox import Delivery
-from outbox.contrib.django import message_transaction, publish, publish_many, subscriber
+from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -108,9 +108,8 @@ def test_publish_calls_are_recorded_with_their_messages(path: str, figures: Figu
     with transaction.atomic():
         publish("orders", {}, key="one")
         publish_many("orders", [{}, {}])
-    with transaction.atomic(), message_transaction() as tx:
-        tx.publish("orders", {})
-        tx.publish("payments", {})
+    with transaction.atomic():
+        publish_messages([message("orders", {}), message("payments", {})])
     orders, payments = ({**SEND, "messaging.destination.name": topic} for topic in ("orders", "payments"))
     found = figures.points()
     assert sorted(found) == ["messaging.client.operation.duration", "messaging.client.sent.messages"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +9,6 @@ from django.db import transaction
 
 from outbox.contrib.django import (
     message,
-    message_transaction,
     publish,
     publish_many,
     publish_messages,
@@ -43,10 +41,8 @@ def test_every_way_to_publish_takes_options(path: str) -> None:
         publish("orders", {"id": 1}, Signed("a"))
         publish_many("orders", [{"id": "c"}, {"id": "d"}], lambda body: Signed(body["id"]))
         publish_messages([message("orders", {"id": 1}, Signed("e")), message("orders", {"id": 4}, Signed("f"))])
-        with message_transaction() as tx:
-            tx.publish("orders", {"id": 1}, Signed("g"))
     decorated("h")
-    assert [body["by"] for body in bodies()] == ["a", "c", "d", "e", "f", "g", "b"]
+    assert [body["by"] for body in bodies()] == ["a", "c", "d", "e", "f", "b"]
 
 
 def test_an_option_refuses_the_message_and_the_block(path: str) -> None:
@@ -71,20 +67,3 @@ def test_an_option_refuses_the_message_and_the_block(path: str) -> None:
     with pytest.raises(ConfigurationError, match="option 1"):
         transactional_message("", Signed("a"), messages=list)  # type: ignore[call-overload]
     assert "C" not in decisions().values()
-
-
-class Locking(Option):
-    """Acts in the transaction of the publisher."""
-
-    is_kept = True
-
-
-@pytest.mark.usefixtures("databases")
-def test_an_option_comes_after_a_message_that_has_created_its_topic(outbox_settings: Callable[..., None]) -> None:
-    """The transaction that has created the topic is open, so another connection would wait for it."""
-    outbox_settings(AUTO_CREATE_TOPICS=True)
-    for alias in ("broker", "default"):
-        with transaction.atomic(using=alias):
-            publish(f"new-{alias}", {}, key=f"{alias} 1", using=alias)
-            publish(f"new-{alias}", {}, Locking(), key=f"{alias} 2", using=alias)
-    assert decisions() == dict.fromkeys(("broker 1", "broker 2", "default 1", "default 2"), "C")

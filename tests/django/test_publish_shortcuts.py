@@ -19,14 +19,14 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from psycopg.conninfo import conninfo_to_dict
 
-from outbox.contrib.django import get_broker, publish
+from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import current_engine, reset_broker
 from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.errors import ConfigurationError, InvalidMessage
 from outbox.topic import MessageType
 from tests.django.conftest import _point_alias
-from tests.django.state import decisions, stored
+from tests.django.state import decisions, postgres_broker, stored
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "empty_log")
 
@@ -146,7 +146,7 @@ def test_settings_that_appear_later_are_noticed() -> None:
 def test_a_topic_that_was_changed_is_noticed_when_the_topics_are_read_again(path: str) -> None:
     with transaction.atomic():
         publish("payments", {})
-    broker = get_broker()
+    broker = postgres_broker()
     before = broker.topic("payments")
     broker.declare([replace(before, types=frozenset({MessageType.FIFO, MessageType.TRANSACTION}))])
     try:

@@ -10,7 +10,7 @@ import pytest
 from django.db import connections, transaction
 
 from outbox import Delivery
-from outbox.contrib.django import message_transaction, publish_many, subscriber
+from outbox.contrib.django import message, publish_many, publish_messages, subscriber
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.installation import install_broker
@@ -49,11 +49,8 @@ class Aborted(Exception):
 
 def write(deliveries: Sequence[Delivery]) -> None:
     """The process and write of the chain: an effect and two messages for each that was read."""
-    with message_transaction() as tx:
-        for delivery in deliveries:
-            Effect.objects.create(number=delivery.key)
-            tx.publish("payments", delivery.body, key=delivery.key)
-            tx.publish("steps", delivery.body, key=delivery.key)
+    Effect.objects.bulk_create([Effect(number=delivery.key) for delivery in deliveries])
+    publish_messages([message(topic, one.body, key=one.key) for one in deliveries for topic in ("payments", "steps")])
 
 
 def read_all() -> dict[str, Counter[str]]:

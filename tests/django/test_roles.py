@@ -123,10 +123,6 @@ def _command(*arguments: str) -> Callable[[], None]:
     return call
 
 
-def _create_topic() -> None:
-    _command("outbox_topic", "create", f"t{uuid4().hex}")()
-
-
 def _upgrade() -> None:
     """Upgrade the tables to a next version, whose change leaves them as they are."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -207,7 +203,6 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_group offsets`": _command("outbox_group", "offsets", "effects"),
     "`outbox_group pause`": _command("outbox_group", "pause", "effects"),
     "`outbox_topic list`": _command("outbox_topic", "list"),
-    "`outbox_topic create`": _create_topic,
     "`outbox_endpoint list`": _command("outbox_endpoint", "list"),
     "`outbox_install` (an upgrade)": _upgrade,
     "change a table of the broker": lambda: _broker("ALTER TABLE outbox.held SET (fillfactor = 100)"),
@@ -602,7 +597,3 @@ def test_the_commands_of_the_page_about_limits_run(databases: None) -> None:
     [block] = _blocks(PAGE.with_name("sizing.md"), "sh")
     said = [_run(line) for line in block.splitlines()]
     assert len(said) == 2 and all(said)
-    [(limit,)] = _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'")
-    assert limit == 3000000
-    _run("manage.py outbox_topic alter orders --backlog-limit 0")
-    assert _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'") == [(None,)]

@@ -45,10 +45,6 @@ def test_install_builds_the_index_and_drops_it(databases: None, outbox_settings:
     sequence()
     [found] = json.loads(said("outbox_message", "list", "orders", "--key", "4711", "--json"))
     assert found["message_id"] == str(receipt.message_id)
-    # An operator's change of the topic keeps the option.
-    said("outbox_topic", "alter", "orders", "--retention-seconds", "90000", "--no-input")
-    said("outbox_install")
-    assert rows(INDEXES) == [("orders",)]
     rows(b"DO $$ BEGIN EXECUTE (SELECT 'DROP INDEX outbox.' || indexname FROM pg_indexes"
          b" WHERE indexname LIKE 'commit_log_key_of_%'); END $$")  # fmt: skip
     assert "searchable topics without an index: orders" in " ".join(said("outbox_doctor").split())

@@ -57,10 +57,10 @@ def test_topics_become_declared_topics() -> None:
         ({"broker": "x"}, "Did you mean 'BROKER'"),
         ({"SCHEMA": "a b"}, r"OUTBOX\['SCHEMA'\].*'a b'"),
         ({"LISTEN_URL": "not a url"}, r"OUTBOX\['LISTEN_URL'\] cannot be read"),
-        ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
+        ({"QUUX": 1}, "The settings are BROKER"),
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
-        ({"AUTO_CREATE_TOPICS": "yes"}, "True or False"),
+        ({"IN_MEMORY": "yes"}, "True or False"),
         ({"IMMUNITY_SECONDS": 1.5}, "whole number of seconds, at least 0"),
         ({"IMMUNITY_SECONDS": True}, "whole number"),
         ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
@@ -108,7 +108,7 @@ def test_the_broker_follows_the_settings(application: None, outbox_settings: Cal
     assert get_broker() is not first
 
 
-def test_codecs_and_selectors_of_topics(application: None, outbox_settings: Callable[..., None]) -> None:
+def test_codecs_of_topics(application: None, outbox_settings: Callable[..., None]) -> None:
     outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.BytesCodec"}})
     assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
     outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
@@ -178,7 +178,7 @@ def test_a_sound_project_has_nothing_to_complain_about(application: None) -> Non
         ({"OUTBOX": {**OUTBOX, "BROKER": "nowhere"}}, {"outbox.E002"}),
         ({"OUTBOX": {**OUTBOX, "BROKER": "lite"}}, {"outbox.E002"}),
         ({"OUTBOX": {"BROKER": "broker"}}, {"outbox.E004"}),
-        ({"OUTBOX": {**OUTBOX, "TOPICS": {"orders": {"selector": "no.where"}}}}, {"outbox.E005"}),
+        ({"OUTBOX": {**OUTBOX, "TOPICS": {"orders": {"codec": "no.where"}}}}, {"outbox.E005"}),
         ({"DATABASE_ROUTERS": []}, {"outbox.W008"}),
     ],
 )

@@ -18,7 +18,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
-from outbox.contrib.django import message, publish, publish_messages, subscriber
+from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
@@ -111,7 +111,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
         str(other),
         str(third),
     ]
-    assert call_json("outbox_transaction", "check")["committed"] == 3
+    assert run_check_back().committed == 3
     assert decisions() == {"a": "C", "b": "C", "c": "C"}
 
 
@@ -175,18 +175,12 @@ def test_one_dead_letter_is_shown_whole() -> None:
 
 
 @pytest.mark.usefixtures("_three_dead_of_two_groups")
-def test_groups_and_topics_are_changed_first_without_effect() -> None:
+def test_groups_are_changed_first_without_effect() -> None:
     for action, paused in (("pause", True), ("resume", False)):
         assert call_json("outbox_group", action, "effects", "--dry-run")["dry_run"]
         assert _paused("effects") is not paused
         assert call_json("outbox_group", action, "effects")["after"]["paused"] is paused
         assert _paused("effects") is paused
-    assert "Create topic tried" in call("outbox_topic", "create", "tried", "--dry-run")
-    with pytest.raises(CommandError, match="'tried' is not declared"):
-        call("outbox_topic", "alter", "tried", "--queue-count", "2")
-    assert call_json("outbox_topic", "create", "tried")["after"]["name"] == "tried"
-    assert "Change topic tried" in call("outbox_topic", "alter", "tried", "--queue-count", "16", "--dry-run")
-    assert "Done." in call("outbox_topic", "alter", "tried", "--queue-count", "16")
 
 
 def _paused(group: str) -> bool:
@@ -199,7 +193,7 @@ def _paused(group: str) -> bool:
 
 ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
 LISTED = {one.command.removeprefix("outbox_"): one for one in LISTINGS.values() if one.command}
-LOOKS = ["audit compare", "doctor", "message show", "status", "transaction check", *LISTED]
+LOOKS = ["audit compare", "doctor", "message show", "status", *LISTED]
 PAGED = [name for name, one in LISTED.items() if one.after]
 
 

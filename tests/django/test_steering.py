@@ -23,7 +23,7 @@ from outbox.contrib.django import (
     publish_messages,
     recall,
     recall_key,
-    reject_transactional,
+    run_check_back,
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
@@ -217,13 +217,12 @@ def test_bad_input_of_the_recall_command_is_explained() -> None:
 @pytest.fixture
 def switched_back(path: str) -> Iterator[None]:
     yield
-    reject_transactional(False)
+    call("outbox_transaction", "accept")
 
 
 @pytest.mark.usefixtures("switched_back")
 def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path: str) -> None:
-    assert reject_transactional()
-    assert not reject_transactional()
+    call("outbox_transaction", "reject")
 
     @transaction.atomic
     def order() -> None:
@@ -235,7 +234,7 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
             order()
     assert not Order.objects.exists()
     publish("orders", {}, key="plain", at_once=True)
-    assert reject_transactional(False)
+    call("outbox_transaction", "accept")
     with transaction.atomic():
         publish("orders", {}, key="kept")
     assert decisions() == {"plain": "C", "kept": "C"}
@@ -274,8 +273,9 @@ def test_an_operator_has_parked_transactions_asked_again() -> None:
         connection.execute(
             "UPDATE outbox.pending_check SET parked_at = now(), park_reason = 'checks', due_at = now() + '1 hour'"
         )
-    assert json.loads(call("outbox_transaction", "check", "--json"))["claimed"] == 0, "its turn is in an hour"
+    assert run_check_back().claimed == 0, "its turn is in an hour"
     trace = json.loads(call("outbox_message", "show", str(one.message_id), "--json"))
     assert trace["pending"]["park_reason"] == "checks"
-    assert json.loads(call("outbox_transaction", "check", "--parked", "--json"))["committed"] == 1
+    call("outbox_transaction", "ask", "--parked")
+    assert run_check_back().committed == 1
     assert decisions() == {"parked": "C"}

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 from outbox import Delivery, RetryPolicy, tracing
-from outbox.contrib.django import message_transaction, publish, publish_many, run_check_back, subscriber
+from outbox.contrib.django import message, publish, publish_many, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
@@ -191,9 +191,8 @@ def test_a_publish_that_fails_is_an_error_of_its_span(spans: Spans) -> None:
 
 
 def test_several_topics_in_one_transaction(spans: Spans) -> None:
-    with transaction.atomic(), message_transaction() as tx:
-        tx.publish("orders", {})
-        tx.publish("payments", {})
+    with transaction.atomic():
+        publish_messages([message("orders", {}), message("payments", {})])
     published = spans.one("publish")
     assert "messaging.destination.name" not in (published.attributes or {})
     assert is_below(spans.one("commit"), published)

@@ -19,7 +19,6 @@ from django.test.utils import CaptureQueriesContext
 from outbox import Delivery, Message, SendReceipt, hooks
 from outbox.contrib.django import (
     message,
-    message_transaction,
     publish,
     publish_many,
     publish_messages,
@@ -258,14 +257,15 @@ def test_all_keys_of_a_call_are_taken_by_one_statement(path: str) -> None:
     assert len(names()) == 50
 
 
-def test_message_transactions_take_the_keys_at_their_end(path: str) -> None:
+def test_one_of_several_messages_is_a_duplicate(path: str) -> None:
     with transaction.atomic():
         once("1")
-    with transaction.atomic(), message_transaction() as tx:
-        tx.publish("orders", {}, Unique("1", within=HOUR), key="dropped")
-        tx.publish("orders", {}, Unique("2", within=HOUR), key="kept")
+    with transaction.atomic():
+        dropped = message("orders", {}, Unique("1", within=HOUR), key="dropped")
+        kept = message("orders", {}, Unique("2", within=HOUR), key="kept")
         assert set(holders()) == {"1"}
-    assert [item.duplicate_of is None for item in tx.receipts] == [False, True]
+        receipts = publish_messages([dropped, kept])
+    assert [item.duplicate_of is None for item in receipts] == [False, True]
     assert names() == ["1", "kept"]
 
 
@@ -669,8 +669,8 @@ def test_ints_and_uuids_are_keys() -> None:
 def test_outside_of_a_transaction_it_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="needs a transaction"):
         once()
-    with pytest.raises(TransactionUsageError, match="needs a transaction"), message_transaction(at_once=True) as tx:
-        tx.publish("orders", {}, Unique("a", within=60))
+    with pytest.raises(TransactionUsageError, match="needs a transaction"):
+        publish_messages([message("orders", {}, Unique("a", within=60))], at_once=True)
     assert stored() == []
     assert holders() == {}
 

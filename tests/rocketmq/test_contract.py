@@ -109,7 +109,7 @@ LACKING_MODULES: Mapping[ModuleType, str] = {
     test_fencing: "producers with a transactional id",
     test_parking: "It stops after `transactionCheckMax`",
     test_recall: "recall of messages that it has stored",
-    test_switches: "switch that refuses the transactional messages of all producers",
+    test_switches: "rejectTransactionMessage",
 }
 TOPICS = [
     Topic(name="orders", queue_count=4),

@@ -41,7 +41,7 @@ def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], wa
 @pytest.mark.parametrize(
     ("topic", "what"),
     [
-        (Topic(name="orders", backlog_limit=5), "limits of a topic's backlog or space"),
+        (Topic(name="orders", backlog_limit=5), "limits of a topic's backlog"),
         (Topic(name="orders", searchable=True), "option for an index of keys"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_handler_without_the_inbox_is_refused() -> None:
 
 def test_a_refused_call_names_what_works() -> None:
     EVERYTHING.require("recall", "recall")
-    REFUSALS.require("hint_checks", "a hint")
+    REFUSALS.require("hint_one_way", "a hint")
     with pytest.raises(NotSupported, match=r"^recall: the engine RocketMQ has no .*\. Let the handler check"):
         REFUSALS.require("recall", "recall")
 

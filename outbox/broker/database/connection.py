@@ -354,7 +354,6 @@ class Pool:
         connection.close()
 
     def clear(self) -> None:
-        """Close the idle connections."""
         if self._pid != os.getpid():
             return
         with self._lock:

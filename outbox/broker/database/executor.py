@@ -137,7 +137,6 @@ class Executor:
     def rows(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> list[tuple[Any, ...]]:
-        """Return all rows."""
         return self.execute(statement, parameters, prepare=prepare).fetchall()
 
     def objects(
@@ -182,9 +181,7 @@ class Snapshot:
 
     @property
     def text(self) -> str:
-        """The text form of pg_snapshot."""
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
 
     def sees(self, xid: int) -> bool:
-        """Whether the snapshot sees a transaction."""
         return xid < self.xmax and xid not in self.in_progress

@@ -67,7 +67,6 @@ def announcement(schema: str, channel: Channel) -> Request:
 
 
 def listen(run: Executor, *channels: Channel) -> None:
-    """LISTEN on a broker's channels."""
     for channel in channels:
         run.connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel.name_in(run.schema))))
 

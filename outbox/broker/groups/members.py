@@ -241,7 +241,6 @@ _GROUPS = Statement(_SWITCHES)
 
 
 def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
-    """Return the present settings of the groups by group id."""
     states = run.objects(GroupState, _GROUPS, {"group_ids": arrays.integers(group_ids)})
     return {state.group_id: state for state in states}
 

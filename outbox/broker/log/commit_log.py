@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -23,7 +22,7 @@ from psycopg.errors import UniqueViolation
 from psycopg.pq import TransactionStatus
 
 from outbox.broker.database import arrays
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.sender import all_rows
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.database.statement import (
@@ -79,16 +78,6 @@ _HALF_ONE: Final = Statement(
 _FIND: Final = Statement("""
 SELECT message_id, log_id, transaction_id, half, decision FROM {schema}.stored_messages(%(message_ids)s::uuid[])
 """)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    message_id: UUID
-    log_id: int
-    transaction_id: UUID
-    half: bool
-    decision: str | None
-
 
 _REJECTS: Final = Statement("SELECT reject_transactional FROM {schema}.broker")
 
@@ -266,13 +255,13 @@ def _receipts(
     if transactional:
         _check_not_rejecting(run, messages)
     wanted = arrays.uuids([message.message_id for message in messages])
-    stored = {row.message_id: row for row in run.objects(_Stored, _FIND, {"message_ids": wanted})}
+    stored = {row.message_id: row for row in run.objects(Row, _FIND, {"message_ids": wanted})}
     return [
         _existing(message, stored.get(message.message_id), transaction_id if half else None) for message in messages
     ]
 
 
-def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) -> SendReceipt:
+def _existing(message: Message, stored: Row | None, half_of: UUID | None) -> SendReceipt:
     half = half_of is not None
     if stored is None:
         raise SendFailed(f"message {message.message_id} for topic {message.topic!r} was not stored; send it again.")

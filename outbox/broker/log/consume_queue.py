@@ -39,7 +39,6 @@ _FLOORS = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE queue_id =
 
 
 def floors(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
-    """Return the oldest offset that each queue still has."""
     return dict(run.rows(_FLOORS, {"queue_ids": integers(list(queue_ids))}))
 
 

@@ -50,8 +50,6 @@ _SHUTTING_DOWN: Final = "57P"
 
 
 class ProcessPart(StrEnum):
-    """The parts of a process that can fail."""
-
     SEQUENCING = "sequencing"
     CONSUMING = "consuming"
     LEASES = "keeping the leases"

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class IncidentKind(enum.StrEnum):
-    """The reason why an incident was recorded."""
-
     CONTRADICTED = "contradicted"
     """A second decision on a transaction differed from the first decision, which is final."""
     REFUSED = "refused"

@@ -6,9 +6,8 @@ is queued; if the recall deletes it, the message is recalled. The row of a claim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import uuids
@@ -70,36 +69,25 @@ WITH wanted AS MATERIALIZED (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    message_id: UUID
-    topic: str
-    key: str
-    status: str
-    groups: list[str]
-
-    def recall(self) -> Recall:
-        return Recall(
-            message_id=self.message_id,
-            status=RecallStatus(self.status),
-            topic=self.topic,
-            key=self.key,
-            groups=tuple(self.groups),
-        )
-
-
 def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
     """Recall messages that wait for their delivery time or for a group's retry.
 
     Return one outcome per id, in the order of the ids.
     """
-    found = {row.message_id: row.recall() for row in run.objects(_Row, _BY_ID, {"ids": uuids(list(message_ids))})}
+    found = {one.message_id: one for one in _recalls(run, _BY_ID, {"ids": uuids(list(message_ids))})}
     unknown = RecallStatus.UNKNOWN
     return [found.get(one, Recall(message_id=one, status=unknown)) for one in message_ids]
 
 
 def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
     """Recall every waiting message of the topic and key, and return the recalled messages in the order of the log."""
-    outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
+    outcomes = _recalls(run, _BY_KEY, {"topic": topic, "key": key})
     # Leave out the messages that the sequencer queued at the same moment.
     return [one for one in outcomes if one.status is RecallStatus.RECALLED]
+
+
+def _recalls(run: Executor, statement: Statement, values: Mapping[str, Any]) -> list[Recall]:
+    return [
+        Recall(message_id=message_id, topic=topic, key=key, status=RecallStatus(status), groups=tuple(groups))
+        for message_id, topic, key, status, groups in run.rows(statement, values)
+    ]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
-
-from psycopg import pq
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.errors import TopicOverLimit, UnknownTopic
 from outbox.message import Message
-from outbox.topic import MessageType, Selector, Topic, select_shard
+from outbox.topic import MessageType, Topic, select_shard
 from outbox.utils import log_context
 
 logger = logging.getLogger(__name__)
@@ -28,21 +26,21 @@ _RECHECK_SECONDS: Final = 1.0
 
 _DECLARE = Statement("""
 INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds,
-    backlog_limit, space_limit_bytes, on_limit, searchable)
+    backlog_limit, on_limit, searchable)
 VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s,
-    %(backlog_limit)s, %(space_limit_bytes)s, %(on_limit)s, %(searchable)s)
+    %(backlog_limit)s, %(on_limit)s, %(searchable)s)
 ON CONFLICT (name) DO UPDATE SET
     message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
-    backlog_limit = excluded.backlog_limit, space_limit_bytes = excluded.space_limit_bytes,
+    backlog_limit = excluded.backlog_limit,
     on_limit = excluded.on_limit, searchable = excluded.searchable,
     layout = known.layout + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
 WHERE known.deleted_at IS NOT NULL
    OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count,
-       known.backlog_limit, known.space_limit_bytes, known.on_limit, known.searchable)
+       known.backlog_limit, known.on_limit, known.searchable)
    IS DISTINCT FROM
       (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count,
-       excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit, excluded.searchable)
+       excluded.backlog_limit, excluded.on_limit, excluded.searchable)
 RETURNING topic_id, layout, queue_count
 """)
 
@@ -60,7 +58,7 @@ WHERE topic_id = %(topic_id)s AND layout < %(layout)s AND closed_at IS NULL
 # Every declared topic, a `TopicRow` each.
 ALL_TOPICS: Final = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
-       space_limit_bytes, on_limit, searchable, over_limit ->> 'reason' AS over_limit,
+       on_limit, searchable, over_limit ->> 'reason' AS over_limit,
        CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_messages() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
@@ -68,8 +66,6 @@ FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 
 @dataclass(frozen=True, slots=True)
 class TopicRow:
-    """A row of `ALL_TOPICS`."""
-
     topic_id: int
     name: str
     message_types: list[str]
@@ -78,14 +74,12 @@ class TopicRow:
     on_park: str
     retention_seconds: int
     backlog_limit: int | None
-    space_limit_bytes: int | None
     on_limit: str
     searchable: bool
     over_limit: str | None
     uncounted: int | None
 
     def known(self) -> KnownTopic:
-        """Return the topic."""
         return KnownTopic(
             self.topic_id,
             Topic(
@@ -96,7 +90,6 @@ class TopicRow:
                 on_park=self.on_park,
                 retention_seconds=self.retention_seconds,
                 backlog_limit=self.backlog_limit,
-                space_limit_bytes=self.space_limit_bytes,
                 on_limit=self.on_limit,
                 searchable=self.searchable,
             ),
@@ -167,7 +160,6 @@ def _columns(topic: Topic) -> dict[str, object]:
         "on_park": topic.on_park,
         "retention_seconds": topic.retention_seconds,
         "backlog_limit": topic.backlog_limit,
-        "space_limit_bytes": topic.space_limit_bytes,
         "on_limit": topic.on_limit,
         "searchable": topic.searchable,
     }
@@ -182,8 +174,6 @@ def _read(run: Executor) -> dict[str, KnownTopic]:
     return {row.name: row.known() for row in run.objects(TopicRow, ALL_TOPICS)}
 
 
-_TRANSACTION: Final = Statement("SELECT pg_current_xact_id()::text")
-_TRANSACTION_IF_ANY: Final = Statement("SELECT pg_current_xact_id_if_assigned()::text")
 _ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")
 
 
@@ -196,23 +186,14 @@ def find_topic_id(run: Executor, name: str) -> int | None:
 class TopicCatalog:
     """The declared topics. The catalog reads the topics at its first use, then every 30 s, and for each unknown name.
 
-    With `auto_create`, unknown topics are declared with the defaults; `selectors` choose shards per topic. Thread-safe.
+    Thread-safe.
     """
 
-    def __init__(
-        self, schema: str = "outbox", *, auto_create: bool = False, selectors: Mapping[str, Selector] | None = None
-    ) -> None:
+    def __init__(self, schema: str = "outbox") -> None:
         self._schema = schema
-        self._auto_create = auto_create
-        self._selectors = dict(selectors or {})
-        self._lock = threading.Lock()
         self._known: dict[str, KnownTopic] = {}
         self._stale_at = 0.0
         self._warned: dict[str, float] = {}
-        # The topics that this catalog has created in open transactions, with the ids of the transactions. Until such a
-        # transaction has committed, only itself may know the topic: if it rolls back, a message of another transaction
-        # would be stored under an id that no topic has.
-        self._created: dict[str, str] = {}
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
         """Return the topic `name`.
@@ -223,12 +204,6 @@ class TopicCatalog:
         if known is not None and time.monotonic() < self._stale_at:
             return known
         topics = self._refresh(connection)
-        if name not in topics and self._auto_create:
-            run = Executor(connection, self._schema)
-            declare_topics(run, [Topic(name=name)])
-            if connection.info.transaction_status != pq.TransactionStatus.IDLE:
-                [self._created[name]] = run.one(_TRANSACTION)
-            topics = self._refresh(connection)
         try:
             return topics[name]
         except KeyError:
@@ -257,15 +232,11 @@ class TopicCatalog:
                 and not message.headers
                 and time.monotonic() < self._stale_at
             ):
-                shard = select_shard(message, self._selectors.get(message.topic), known.topic.queue_count)
-                return [Prepared(message, known, shard)]
+                return [Prepared(message, known, select_shard(message))]
             return self._prepare(connection, messages, transactional)
         prepared: list[Prepared] = []
-        start = 0
-        for end in range(1, len(messages) + 1):
-            if end == len(messages) or messages[end].topic != messages[start].topic:
-                prepared += self._prepare(connection, messages[start:end], transactional)
-                start = end
+        for _, of_topic in itertools.groupby(messages, key=lambda message: message.topic):
+            prepared += self._prepare(connection, list(of_topic), transactional)
         return prepared
 
     def _prepare(
@@ -273,13 +244,12 @@ class TopicCatalog:
     ) -> list[Prepared]:
         """Do the same as `prepare` for messages of one topic."""
         name = messages[0].topic
-        known, selector = self.get(connection, name), self._selectors.get(name)
-        topic = known.topic
-        topic.check_accepts_all(messages, transactional=transactional)
+        known = self.get(connection, name)
+        known.topic.check_accepts_all(messages, transactional=transactional)
         # `transactional` is None if the local transaction has committed: the message must not be lost.
         if known.over_limit is not None and transactional is not None:
             self._check_limit(connection, messages[0])
-        return [Prepared(message, known, select_shard(message, selector, topic.queue_count)) for message in messages]
+        return [Prepared(message, known, select_shard(message)) for message in messages]
 
     def _check_limit(self, connection: Connection, message: Message) -> None:
         """Raise TopicOverLimit, or log a warning, if a limit of the message's topic is still exceeded.
@@ -298,25 +268,17 @@ class TopicCatalog:
         if known.topic.on_limit == "refuse":
             raise TopicOverLimit(
                 f"topic {name!r} takes no messages now: {known.over_limit}. Message {message.message_id} was not "
-                f"published. To accept more messages, raise the limit with `manage.py outbox_topic alter {name}`."
+                f"published. To accept more messages, raise the limit in OUTBOX['TOPICS'], and run `manage.py "
+                "outbox_install`."
             )
         if now - self._warned.get(name, -_REFRESH_SECONDS) >= _REFRESH_SECONDS:
             self._warned[name] = now
             logger.warning("topic %r is over its limit, and still takes messages: %s", name, known.over_limit)
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
-        run = Executor(connection, self._schema)
-        topics = _read(run)
-        remembered = topics
-        if self._created:
-            [current] = run.one(_TRANSACTION_IF_ANY)
-            own = {name for name, created_in in tuple(self._created.items()) if created_in == current}
-            remembered = {name: known for name, known in topics.items() if name not in own}
-            for name in remembered:
-                self._created.pop(name, None)
-        with self._lock:
-            self._known = remembered
-            self._stale_at = time.monotonic() + _REFRESH_SECONDS
+        topics = _read(Executor(connection, self._schema))
+        self._known = topics
+        self._stale_at = time.monotonic() + _REFRESH_SECONDS
         return topics
 
 
@@ -325,7 +287,6 @@ def unknown_topic(name: str, topics: Iterable[str]) -> UnknownTopic:
     nearest = difflib.get_close_matches(name, list(topics), n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return UnknownTopic(
-        f"topic {name!r} is not declared.{hint} Declare it: in OUTBOX['TOPICS'], followed by `manage.py migrate "
-        f"--database=ALIAS` with the alias of the broker; with `manage.py outbox_topic create {name}`; or with "
-        f"PostgresBroker.declare."
+        f"topic {name!r} is not declared.{hint} Declare it in OUTBOX['TOPICS'], and run `manage.py migrate "
+        "--database=ALIAS` with the alias of the broker; or call PostgresBroker.declare."
     )

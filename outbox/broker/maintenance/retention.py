@@ -336,7 +336,6 @@ class _Limit:
 
     @property
     def entries(self) -> int:
-        """The number of entries to clear."""
         return self.limit - self.floor
 
     @property

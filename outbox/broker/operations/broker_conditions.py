@@ -988,7 +988,7 @@ def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
 
 
 @CONDITIONS.declare(
-    meaning="A topic has reached 80 % of its limit of backlog or space. Above the limit, publishing to the topic is "
+    meaning="A topic has reached 80 % of its `backlog_limit`. Above the limit, publishing to the topic is "
     "refused or logs warnings, as `on_limit` says.",
     next_step="Start or speed up the workers of the group that is behind, or raise the limit "
     "(docs/operations/sizing.md#limits-of-the-backlog).",
@@ -1003,7 +1003,7 @@ def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="A topic is above its limit of backlog or space. With `on_limit` = refuse, publishing to the topic raises "
+    meaning="A topic is above its `backlog_limit`. With `on_limit` = refuse, publishing to the topic raises "
     "TopicOverLimit.",
     next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
     "accept messages now, raise the limit (docs/operations/sizing.md#limits-of-the-backlog).",

@@ -64,7 +64,6 @@ class DatabaseComparison:
 
     @property
     def key(self) -> ComparisonKey:
-        """The key of the stored row."""
         return self.kind, self.subject, self.topic, self.alias
 
     @property
@@ -102,7 +101,6 @@ def list_comparisons(run: Executor) -> dict[ComparisonKey, DatabaseComparison]:
 
 
 def store(run: Executor, comparison: DatabaseComparison) -> None:
-    """Store the comparison in place of the previous comparison."""
     changed = {
         "kind": comparison.kind.value,
         "state": json.dumps(comparison.state),

@@ -146,7 +146,6 @@ class Condition:
         return f"{self.meaning} ({facts}{more})" if facts else self.meaning
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**dataclasses.asdict(self), "severity": self.severity.name.lower()}
 
 
@@ -300,13 +299,11 @@ class Declarations(dict[str, DeclaredCondition[State]]):
         return add
 
     def add(self, one: DeclaredCondition[State]) -> DeclaredCondition[State]:
-        """Declare a condition without a decorator."""
         assert one.name not in self, f"condition {one.name} is declared twice"
         self[one.name] = one
         return one
 
     def evaluate(self, state: State) -> Iterator[Condition]:
-        """Return the conditions that hold."""
         for one in self.values():
             yield from one.evaluate(state)
 
@@ -324,7 +321,6 @@ class ConditionReport:
 
     @property
     def severity(self) -> Severity:
-        """The worst severity of all conditions."""
         return max((condition.severity for condition in self.conditions), default=Severity.OK)
 
     @property
@@ -338,7 +334,6 @@ class ConditionReport:
         return [one.text for one in self.conditions if one.severity]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "severity": self.severity.name.lower(),
             "complete": self.is_complete,

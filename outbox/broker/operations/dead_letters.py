@@ -37,7 +37,6 @@ class DeadLetter:
 
     @property
     def place(self) -> PagePosition:
-        """The letter's position in the list."""
         return PagePosition(self.dead_at, self.log_id)
 
 

@@ -249,25 +249,15 @@ WHERE topic.name = %(topic)s
 ORDER BY queue.layout, queue.number, entry.queue_offset
 """)
 
-_EMPTY = Statement("""
-TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {schema}.consume_queue,
-         {schema}.held, {schema}.scheduled, {schema}.recalled, {schema}.pending_check, {schema}.check_history,
-         {schema}.consumer_group, {schema}.subscription, {schema}.consumer, {schema}.queue_lease,
-         {schema}.leader_lease, {schema}.consumer_offset, {schema}.finished_ahead, {schema}.failure,
-         {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
-         {schema}.producer_epoch, {schema}.fenced_half, {schema}.quarantined_message, {schema}.vanished_trial,
-         {schema}.outage, {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit,
-         {schema}.life, {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction,
-         {schema}.timed_out, {schema}.consumer_process
-""")
-_OF_PARTS = Statement("""
+# The version numbers, the identity of the broker and its publishers stay. The positions of the scans only rise.
+_TABLES = Statement("""
 SELECT relname::text FROM pg_class
 WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p')
-  AND relname = ANY (SELECT unnest(objects) FROM {schema}.schema_version WHERE name <> 'core')
+  AND relname = ANY (SELECT unnest(objects) FROM {schema}.schema_version)
+  AND relname NOT IN ('broker', 'schema_version', 'publisher', 'tick', 'half_scan', 'resync')
 """)
 
-# The tables of the version numbers and of the broker's identity stay unchanged. The statement replaces all ticks by one
-# new empty tick, whose id follows the newest id.
+# The statement replaces all ticks by one new empty tick, whose id follows the newest id.
 _REWIND_TICKS = Statement("""
 WITH newest AS (DELETE FROM {schema}.tick RETURNING tick_id, snapshot, incarnation)
 INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
@@ -288,8 +278,6 @@ def empty(run: Executor) -> None:
     """
     with run.connection.transaction():
         # One statement for all tables, because those of parts may refer to the core's.
-        statement = sql.SQL(_EMPTY.text).format(schema=sql.Identifier(run.schema))
-        for (name,) in run.rows(_OF_PARTS, {"schema": run.schema}):
-            statement += sql.SQL(", {}").format(sql.Identifier(run.schema, name))
-        run.connection.execute(statement + sql.SQL(" RESTART IDENTITY"))
+        tables = [sql.Identifier(run.schema, name) for (name,) in run.rows(_TABLES, {"schema": run.schema})]
+        run.connection.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(tables)))
         run.execute(_REWIND_TICKS)

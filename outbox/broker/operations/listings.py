@@ -1,4 +1,4 @@
-"""Lists page by page: open transactions, scheduled messages, consumer processes, errors of dead letters."""
+"""Lists page by page: open transactions and consumer processes."""
 
 from __future__ import annotations
 
@@ -17,51 +17,9 @@ from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.liveness import is_silent
 from outbox.transaction import STILL_RUNNING
 
-# A group may have as many dead letters as messages. So only the errors of this many newest dead letters of a group are
-# counted.
-COUNTED: Final = 10_000
-# The maximum number of rows that `list_errors` returns, for all groups together.
-MOST_ERRORS: Final = 200
-
 _BOUND: Final = Statement("""
 SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock_timeout', '1s', true),
        set_config('transaction_read_only', 'on', true)
-""")
-
-_ERRORS: Final = Statement("""
-SELECT consumer_group.name AS group, split_part(newest.error, ':', 1) AS error_type, count(*) AS letters,
-       min(dead_at) AS first_at, max(dead_at) AS last_at, (array_agg(newest.error ORDER BY dead_at DESC))[1] AS example,
-       newest.is_cut
-FROM {schema}.consumer_group
-CROSS JOIN LATERAL (
-    SELECT error, dead_at, count(*) OVER () > %(limit)s AS is_cut
-    FROM (SELECT error, dead_at FROM {schema}.dead_letter
-          WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL
-          ORDER BY dead_at DESC LIMIT %(limit)s + 1) AS counted
-    ORDER BY dead_at DESC LIMIT %(limit)s
-) AS newest
-WHERE %(group)s::text IS NULL OR consumer_group.name = %(group)s
-GROUP BY 1, 2, newest.is_cut ORDER BY letters DESC, 1, 2
-LIMIT %(most)s
-""")
-
-_WAITING: Final = Statement("""
-SELECT scheduled.schedule_id, scheduled.due_at, scheduled.attempt, scheduled.claimed, log.message_id,
-       topic.name AS topic, log.key, consumer_group.name AS group,
-       (SELECT error FROM {schema}.failure
-        WHERE failure.group_id = consumer_group.group_id AND failure.log_id = scheduled.log_id
-        ORDER BY failure.attempt DESC LIMIT 1) AS error
-FROM {schema}.scheduled JOIN {schema}.commit_log log USING (log_id) JOIN {schema}.topic ON topic.topic_id = log.topic_id
-LEFT JOIN {schema}.queue ON queue.queue_id = scheduled.queue_id
-LEFT JOIN {schema}.topic retries ON retries.topic_id = queue.topic_id
-LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = retries.retry_of
-WHERE (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
-  AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
-  AND (NOT %(delayed)s::boolean OR scheduled.queue_id IS NULL)
-  AND (NOT %(retrying)s::boolean OR scheduled.queue_id IS NOT NULL)
-  AND (%(after_at)s::timestamptz IS NULL
-       OR (scheduled.due_at, scheduled.schedule_id) > (%(after_at)s::timestamptz, %(after_id)s::bigint))
-ORDER BY scheduled.due_at, scheduled.schedule_id LIMIT %(limit)s
 """)
 
 # A process that has died without leaving its groups is listed for an hour after the end of its membership.
@@ -163,40 +121,6 @@ def group_now(run: Executor, group: str) -> Row:
     return found[0]
 
 
-def list_errors(run: Executor, group: str | None = None) -> list[Row]:
-    """Return the unsettled dead letters by group and type of the last error, the most frequent first.
-
-    The function returns at most MOST_ERRORS rows, each with the newest error as `example`. It reads only the newest
-    COUNTED dead letters of each group; `is_cut` says that the group has more.
-    """
-    return run.objects(Row, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
-
-
-def list_waiting(
-    run: Executor,
-    group: str | None = None,
-    topic: str | None = None,
-    *,
-    delayed: bool = False,
-    retrying: bool = False,
-    after: tuple[datetime, int] | None = None,
-    limit: int = 100,
-) -> list[Row]:
-    """Return a page of scheduled messages, the message that is due next first.
-
-    A message waits for its delivery time (`group` is None) or for the next attempt of a group, whose last error is
-    `error`. If it is `claimed`, its handler runs now, and it is delivered again at `due_at` if the process dies.
-
-    With `group` or `topic`, the page has only messages of this group or topic. With `delayed`, the page has only
-    messages that wait for their delivery time; with `retrying`, only messages that wait for another attempt. To read
-    the next page, pass `due_at` and `schedule_id` of the last message as `after`.
-    """
-    after_at, after_id = after or (None, None)
-    values = {"group": group, "topic": topic, "delayed": delayed, "retrying": retrying}
-    place = {"after_at": after_at, "after_id": after_id, "limit": limit}
-    return run.objects(Row, _WAITING, values | place)
-
-
 def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:
     """Return the consumer processes of a group or of all groups, processes that are alive first."""
     return run.objects(ConsumerProcess, _PROCESSES, {"group": group, "limit": limit})
@@ -205,8 +129,8 @@ def list_processes(run: Executor, group: str | None = None, *, limit: int = 100)
 # ---------------------------------------------------------------------------------------------------------------------
 # Open transactions in the broker: stored half messages without a decision, from any sender.
 #
-# Messages of a `message_transaction()` that has no local transaction are not in these lists, because such messages
-# exist only in the process that publishes them. An open transaction blocks only its keys on FIFO topics.
+# Messages without a local transaction are not in these lists, because they are decided when they are stored. An open
+# transaction blocks only its keys on FIFO topics.
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +210,6 @@ WHERE undecided.transaction_id > %(after)s
   AND (%(id)s::uuid IS NULL OR undecided.transaction_id = %(id)s)
   AND (NOT %(parked)s OR undecided.parked_at IS NOT NULL)
   AND (%(group)s::text IS NULL OR first.producer_group = %(group)s)
-  AND (%(transactional_id)s::text IS NULL OR noted.transactional_id = %(transactional_id)s)
   AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = undecided.transaction_id)
 ORDER BY undecided.transaction_id LIMIT %(limit)s
 """)
@@ -297,16 +220,14 @@ def list_open(
     *,
     transaction_id: UUID | None = None,
     group: str | None = None,
-    transactional_id: str | None = None,
     parked: bool = False,
     after: UUID | None = None,
     limit: int,
 ) -> list[OpenTransaction]:
     """Return a page of open transactions, the oldest first.
 
-    With `transaction_id`, only this one. With `group` or `transactional_id`, the page has only transactions of this
-    producer group or transactional id. With `parked`, the page has only parked transactions. To read the next page,
-    pass the last transaction id of this page as `after`. The function changes nothing.
+    With `transaction_id`, only this one. With `group`, only transactions of this producer group. With `parked`, only
+    parked transactions. To read the next page, pass the last transaction id of this page as `after`.
     """
     last = Snapshot.parse(run.one(_LAST_SCAN)[0])
     values = {
@@ -314,7 +235,6 @@ def list_open(
         "xip": xids(last.in_progress),
         "id": transaction_id,
         "group": group,
-        "transactional_id": transactional_id,
         "parked": parked,
         "after": after or UUID(int=0),
         "limit": limit,

@@ -136,17 +136,6 @@ UNION ALL
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1)
 """)
 
-# The totals of all groups, and the figures of a group or of all groups together.
-_HISTORY: Final = Statement("""
-SELECT extract(epoch FROM at)::double precision,
-       CASE WHEN %(group)s::text IS NULL THEN totals -> 'stored' END,
-       CASE WHEN %(group)s::text IS NULL THEN totals -> 'queued' END,
-       CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
-FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
-""")
-_CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
-
-
 _Row = TypeVar("_Row")
 
 # All summaries of this time are kept, and the diagrams show them.
@@ -275,7 +264,6 @@ class Summary:
 
     @property
     def age_seconds(self) -> float:
-        """The age of the figures in seconds."""
         return max(0.0, self.now - self.at)
 
     @property
@@ -290,33 +278,6 @@ class Summary:
         JSON holds an infinite time as a text, and times before 1970 count as 1970.
         """
         return None if at is None else max(0.0, self.at - max(0.0, float(at)))
-
-
-@dataclass(frozen=True, slots=True)
-class SummaryPoint:
-    """The main figures of one stored summary, for one group or for all groups together. The counters are totals.
-
-    `stored` counts the assigned log ids: one for each stored message, and one for each insert that was rolled back.
-    `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
-    message; 0 if there is no unfinished message. Neither `lag` nor `oldest_seconds` includes retries.
-    """
-
-    at: float
-    stored: int | None
-    queued: int | None
-    handled: int
-    sent_back: int
-    dead: int
-    lag: int
-    oldest_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SummaryHistory:
-    """A point per summary of the last KEPT_SECONDS up to `now`, the oldest first."""
-
-    now: float
-    points: Sequence[SummaryPoint]
 
 
 # The types of the rows, in the order in which `_COUNT` returns them.
@@ -443,18 +404,8 @@ def growth(run: Executor, *, window_seconds: float) -> list[Row]:
     ]
 
 
-def history(run: Executor, group: str | None = None) -> SummaryHistory:
-    """Return the figures of the kept summaries, of one group or of all groups together."""
-    points = [
-        SummaryPoint(at, stored, queued, *figures)
-        for at, stored, queued, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
-        if figures
-    ]
-    return SummaryHistory(run.one(_CLOCK)[0], points)
-
-
 def _totals(summary: Summary) -> dict[str, Any]:
-    """Return the data for `growth` and `SummaryPoint`: the total of queued messages, and five figures per group.
+    """Return the data for `growth` and the diagrams: the total of queued messages, and five figures per group.
 
     The key `all` has the five figures of all groups together.
     """

@@ -1,17 +1,16 @@
-"""The limits of topics: how far a group may be behind, and how much the stored messages may take.
+"""The limits of topics: how many messages a group may be behind.
 
-The leader counts the lag of all groups every few seconds. `mark` then compares it with the limits, and stores in the
-row of a topic which limit is exceeded. Publishers read this row with the topic, so publishing has no further statement.
-A limit counts as exceeded until the value is below 90 % of it, so that a topic does not alternate between the two
-states.
+The leader counts the lag of all groups every few seconds. `mark_topics` then compares it with the limits, and stores in
+the row of a topic that its limit is exceeded. Publishers read this row with the topic, so publishing has no further
+statement. A limit counts as exceeded until the value is below 90 % of it, so that a topic does not alternate between
+the two states.
 
 ```
  within ──(80 %)──► near ──(over the limit)──► over ──(below 90 %)──► within or near
                     condition topic_near_limit  condition topic_over_limit
 ```
 
-The leader marks the topic, because it counts the lags anyway, and a publisher cannot count a backlog in time. The space
-is an estimate from rows, because files do not shrink: a limit on their size would refuse for ever.
+The leader marks the topic, because it counts the lags anyway, and a publisher cannot count a backlog in time.
 """
 
 from __future__ import annotations
@@ -32,32 +31,10 @@ ENDS_BELOW: Final = 0.9
 # Topic, group, and the number of messages of the topic that the group has not handled yet.
 Lags = Sequence[tuple[str, str, int]]
 
-# The bytes of a message in all tables and indexes, besides its body, headers and key.
-_FIXED_BYTES: Final = 480
-
-# PostgreSQL's files do not shrink when rows are removed, so their size says nothing about the messages that are stored
-# now. The size is estimated from the number of rows (also of removed rows whose space is not free yet) and the mean
-# size of the newest thousand messages. The estimate is never more than the size of the tables.
-_LIMITED: Final = Statement(f"""
-WITH log AS (
-    SELECT greatest(reltuples::bigint, n_live_tup + n_dead_tup, 0) AS rows
-    FROM pg_class JOIN pg_stat_all_tables ON relid = pg_class.oid
-    WHERE pg_class.oid = '{{schema}}.commit_log'::regclass
-), newest AS (
-    SELECT avg(pg_column_size(body) + octet_length(key) + coalesce(pg_column_size(headers), 0)) AS bytes
-    FROM (SELECT body, key, headers FROM {{schema}}.commit_log ORDER BY log_id DESC LIMIT 1000) AS message
-), files AS (
-    SELECT sum(pg_total_relation_size(oid)) AS bytes FROM pg_class
-    WHERE relnamespace = to_regnamespace('{{schema}}') AND relkind IN ('r', 'p')
-)
-SELECT name AS topic, backlog_limit, space_limit_bytes, on_limit, over_limit AS mark,
-       {{schema}}.uncounted_messages() AS uncounted,
-       CASE WHEN space_limit_bytes IS NOT NULL THEN
-           (SELECT least(rows * (newest.bytes + {_FIXED_BYTES}), files.bytes)::bigint
-            FROM log, newest, files) END AS bytes
-FROM {{schema}}.topic
-WHERE retry_of IS NULL AND deleted_at IS NULL
-  AND (backlog_limit IS NOT NULL OR space_limit_bytes IS NOT NULL OR over_limit IS NOT NULL)
+_LIMITED: Final = Statement("""
+SELECT name AS topic, backlog_limit, on_limit, over_limit AS mark, {schema}.uncounted_messages() AS uncounted
+FROM {schema}.topic
+WHERE retry_of IS NULL AND deleted_at IS NULL AND (backlog_limit IS NOT NULL OR over_limit IS NOT NULL)
 ORDER BY name
 """)
 
@@ -68,8 +45,8 @@ _MARK: Final = Statement("UPDATE {schema}.topic SET over_limit = %(mark)s::text:
 class LimitUse:
     """How much of a topic's limit is used.
 
-    `measure`: 'backlog' (messages that `group` is behind), 'uncounted' (messages since the last count, if no process
-    leads) or 'space' (bytes). `is_over`: the limit counts as exceeded.
+    `measure`: 'backlog' (messages that `group` is behind), or 'uncounted' (messages since the last count, if no process
+    leads). `is_over`: the limit counts as exceeded.
     """
 
     topic: str
@@ -88,11 +65,6 @@ class LimitUse:
     @property
     def reason(self) -> str:
         """Which limit is exceeded, and what to do."""
-        if self.measure == "space":
-            return (
-                f"the messages that the broker stores take more than the topic's space_limit_bytes of {self.limit}. "
-                "Start the groups that are behind, and settle dead letters (docs/operations/sizing.md)"
-            )
         return (
             f"group {self.group!r} is more than the topic's backlog_limit of {self.limit} messages behind. Start or "
             "speed up the workers of this group. If the group is gone for good, delete it (docs/operations/sizing.md)"
@@ -105,7 +77,7 @@ def limit_uses(run: Executor, lags: Lags) -> list[LimitUse]:
 
 
 def mark_topics(run: Executor, lags: Lags) -> int:
-    """Store in the rows of the topics which limits are exceeded, and return the number of changed rows.
+    """Store in the rows of the topics whether their limits are exceeded, and return the number of changed rows.
 
     `lags`: the lag of each group on each of its topics.
     """
@@ -131,14 +103,12 @@ def _of_topic(topic: Row, lags: Lags) -> Iterator[LimitUse]:
         behind = [(messages, group) for name, group, messages in lags if name == topic.topic]
         if behind:
             messages, group = max(behind)
-            yield _use(topic, "backlog", group, messages, topic.backlog_limit)
+            yield _use(topic, "backlog", group, messages)
         if topic.uncounted:
-            yield _use(topic, "uncounted", "", topic.uncounted, topic.backlog_limit)
-    if topic.space_limit_bytes is not None and topic.bytes is not None:
-        yield _use(topic, "space", "", topic.bytes, topic.space_limit_bytes)
+            yield _use(topic, "uncounted", "", topic.uncounted)
 
 
-def _use(topic: Row, measure: str, group: str, value: int, limit: int) -> LimitUse:
+def _use(topic: Row, measure: str, group: str, value: int) -> LimitUse:
     was_over = topic.mark is not None and topic.mark.get("measure") == measure
-    is_over = value > limit or (was_over and value >= ENDS_BELOW * limit)
-    return LimitUse(topic.topic, measure, group, value, limit, topic.on_limit, is_over)
+    is_over = value > topic.backlog_limit or (was_over and value >= ENDS_BELOW * topic.backlog_limit)
+    return LimitUse(topic.topic, measure, group, value, topic.backlog_limit, topic.on_limit, is_over)

@@ -80,11 +80,9 @@ CREATE TABLE topic (
     deleted_at        timestamptz,
     -- The greatest number of messages that a group may be behind; null: no limit.
     backlog_limit     bigint,
-    -- The greatest size of all stored messages, as the leader estimates it; null: no limit.
-    space_limit_bytes bigint,
     -- What publish does while a limit is exceeded.
     on_limit          text        NOT NULL DEFAULT 'refuse' CHECK (on_limit IN ('refuse', 'warn')),
-    -- Which limit is exceeded, and by which group; the leader writes it. Publishers read it with the topic.
+    -- Whether the limit is exceeded, and by which group; the leader writes it. Publishers read it with the topic.
     over_limit        jsonb,
     -- The installation makes an index of the topic's keys in commit_log (schema/key_index.py).
     searchable        boolean     NOT NULL DEFAULT false

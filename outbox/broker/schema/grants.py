@@ -35,7 +35,6 @@ class Role(enum.StrEnum):
 
 
 def role_name(schema: str, role: Role) -> str:
-    """Return the name of the role on the server."""
     return f"{schema}_{role}"
 
 

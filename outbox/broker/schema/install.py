@@ -73,7 +73,6 @@ def _of_part(part: str, package: str) -> _Files:
 
 
 def _files() -> list[_Files]:
-    """Return the files of the core, then those of the installed parts."""
     core = _Files(CORE, _FOLDER, _CHANGES, SCHEMA_VERSION)
     return [core, *(_of_part(part, package) for part, package in hooks.schemas.items())]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from psycopg import sql
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,7 @@ logger = logging.getLogger(__name__)
 _PREFIX: Final = "commit_log_key_of_"
 
 # The declared topics and the existing indexes. An index without a topic has no name of a topic.
+# `is_growing`: a session builds the index now.
 _STATES: Final = Statement(r"""
 WITH existing AS (
     SELECT substring(relname FROM '^commit_log_key_of_(\d+)$')::integer AS topic_id, indisvalid,
@@ -37,21 +37,9 @@ FROM existing FULL JOIN searchable USING (topic_id) ORDER BY topic_id
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """One topic that is searchable or has an index. `is_growing`: a session builds the index now."""
-
-    topic_id: int
-    topic: str
-    is_wanted: bool
-    exists: bool
-    is_valid: bool
-    is_growing: bool
-
-
 def missing(run: Executor) -> list[str]:
     """Return the searchable topics that have no complete index."""
-    return [one.topic for one in run.objects(_State, _STATES) if one.is_wanted and not one.is_valid]
+    return [one.topic for one in run.objects(Row, _STATES) if one.is_wanted and not one.is_valid]
 
 
 def adapt(run: Executor, *, report: Callable[[str], None] = logger.warning) -> None:
@@ -61,7 +49,7 @@ def adapt(run: Executor, *, report: Callable[[str], None] = logger.warning) -> N
     connection must be in autocommit, and its role must own commit_log. An interrupted build leaves an invalid index,
     which the next call builds anew.
     """
-    for one in run.objects(_State, _STATES):
+    for one in run.objects(Row, _STATES):
         if one.is_growing or (one.is_wanted and one.is_valid):
             continue
         names = {

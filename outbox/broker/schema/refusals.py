@@ -25,7 +25,6 @@ def naming(what: str, schema: str) -> Iterator[None]:
 
 
 def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
-    """Return the outbox error for an error of the driver."""
     said = error.diag.message_primary or str(error).strip()
     if isinstance(error, _NOT_THERE):
         return SchemaError(

@@ -46,7 +46,6 @@ _REST_MILLISECONDS: Final = 100
 
 
 def in_order(tables: Iterable[str]) -> list[str]:
-    """Return the tables in the order in which they are locked."""
     places = {name: place for place, name in enumerate(_BUSIEST)}
     return sorted(tables, key=lambda name: (places.get(name, len(places)), name))
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import integers, texts, uuids
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.broker.log import incidents
@@ -18,21 +16,12 @@ from outbox.broker.transaction import half_scan, parking
 from outbox.broker.transaction.decisions import record_ends
 from outbox.broker.transaction.half_scan import ScanCounts
 from outbox.message import stored_message
-from outbox.transaction import (
-    GROUP_AWAY_SECONDS,
-    Answer,
-    Check,
-    CheckSettings,
-    DecidedBy,
-    Decision,
-    EndStatus,
-    EndTransaction,
-)
+from outbox.transaction import Answer, Check, CheckSettings, DecidedBy, Decision, EndStatus, EndTransaction
 from outbox.utils.safe_text import storable
 
 _MAX_SCANS: Final = 100
 
-# The columns of _CheckRow that describe the message and the transaction.
+# The columns that describe the message and the transaction.
 _ASKED_ABOUT: Final = """
 SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, log.ledger_id,
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
@@ -128,50 +117,18 @@ SELECT * FROM unnest(%(ids)s::uuid[], %(answers)s::text[], %(details)s::text[])
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckRow:
-    transaction_id: UUID | None
-    producer_group: str
-    ledger_id: UUID | None
-    topic: str
-    body: bytes
-    key: str
-    tag: str
-    headers: dict[str, str] | None
-    content_type: str
-    deliver_at: datetime | None
-    shard: int | None
-    born_at: datetime
-    stored_at: datetime
-    age_seconds: float
-    checks: int
-    may_write: bool
-    dropped: int
-
-    def check(self) -> Check:
-        assert self.transaction_id is not None
-        message = stored_message(
-            topic=self.topic,
-            body=self.body,
-            message_id=self.transaction_id,
-            key=self.key,
-            tag=self.tag,
-            headers=self.headers if isinstance(self.headers, dict) else {},
-            content_type=self.content_type,
-            deliver_at=self.deliver_at,
-            shard=self.shard,
-            born_at=self.born_at,
-        )
-        return Check(
-            transaction_id=self.transaction_id,
-            producer_group=self.producer_group,
-            ledger_id=self.ledger_id,
-            message=message,
-            stored_at=self.stored_at,
-            age_seconds=self.age_seconds,
-            checks=self.checks,
-            may_write=self.may_write,
-        )
+def _check(row: Row) -> Check:
+    headers = row.headers if isinstance(row.headers, dict) else {}
+    return Check(
+        transaction_id=row.transaction_id,
+        producer_group=row.producer_group,
+        ledger_id=row.ledger_id,
+        message=stored_message(**vars(row) | {"message_id": row.transaction_id, "headers": headers}),
+        stored_at=row.stored_at,
+        age_seconds=row.age_seconds,
+        checks=row.checks,
+        may_write=row.may_write,
+    )
 
 
 def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAULT_BATCH) -> ScanCounts:
@@ -199,7 +156,7 @@ def claim_checks(
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
     if was_away or starts:
-        parking.ask_parked(run, producer_group, lately_seconds=GROUP_AWAY_SECONDS)
+        parking.ask_parked(run, producer_group)
     parameters = {
         "group": producer_group,
         "limit": limit,
@@ -209,8 +166,8 @@ def claim_checks(
     while True:
         with lifted(run.connection):
             # The statement is not prepared, because a good plan needs the values of the parameters.
-            rows = run.objects(_CheckRow, _CLAIM, parameters, prepare=False)
-        checks = [row.check() for row in rows if row.transaction_id is not None]
+            rows = run.objects(Row, _CLAIM, parameters, prepare=False)
+        checks = [_check(row) for row in rows if row.transaction_id is not None]
         # If all transactions of this batch were already decided, more transactions may be due, so the loop claims
         # again.
         if checks or not rows[0].dropped:
@@ -219,8 +176,8 @@ def claim_checks(
 
 def find_undecided(run: Executor, message_or_transaction_id: UUID) -> Check | None:
     """Return a check that may write a tombstone, for an operator; None if the transaction is not undecided."""
-    found = run.objects(_CheckRow, _UNDECIDED, {"id": message_or_transaction_id})
-    return found[0].check() if found else None
+    found = run.objects(Row, _UNDECIDED, {"id": message_or_transaction_id})
+    return _check(found[0]) if found else None
 
 
 def report_answers(

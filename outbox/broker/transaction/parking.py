@@ -9,7 +9,7 @@ HALF ───────────► PENDING ◄─────────
                    │ or max_age_seconds after immunity (park_overdue):      reason `unanswered` or `age`
                    ▼
                  PARKED ── asked: every parked_recheck_seconds; when its group comes back; when a process of the
-                   │       group starts; on request (resume_checks, hint_checks). UNKNOWN: stays parked
+                   │       group starts; on request (hint_checks). UNKNOWN: stays parked
                    ▼
     from every state, once: COMMIT or ROLLBACK by an end message, a check, or an operator ──► DECIDED
 
@@ -19,12 +19,9 @@ it too: a producer group without a running process never answers, and a conditio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
-from uuid import UUID
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.broker.log import incidents
@@ -65,13 +62,11 @@ WITH before AS (
 SELECT coalesce((SELECT seen_at FROM before) < now() - make_interval(secs => %(away)s), true)
 """)
 
-# The statement leaves out transactions that were claimed for a check in the last `lately` seconds; with 0, it leaves
-# out no transaction.
 _ASK_PARKED = Statement("""
 WITH chosen AS (
     SELECT transaction_id FROM {schema}.pending_check pending
     WHERE producer_group = %(group)s AND parked_at IS NOT NULL
-      AND coalesce(asked_at < now() - make_interval(secs => %(lately)s), true)
+      AND coalesce(asked_at < now() - make_interval(secs => %(away)s), true)
       AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
     ORDER BY transaction_id FOR UPDATE SKIP LOCKED
 )
@@ -80,32 +75,23 @@ FROM chosen WHERE pending.transaction_id = chosen.transaction_id
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    transaction_id: UUID
-    producer_group: str
-    reason: str
-    checks: int
-    last_answer: str | None
-    seen_at: datetime | None
-
-    def incident(self) -> Incident:
-        if self.reason == ParkReason.UNANSWERED:
-            since = f"since {self.seen_at:%Y-%m-%d %H:%M:%S%z}" if self.seen_at else "ever"
-            why = (
-                f"unanswered: no producer of group {self.producer_group!r} has asked for checks {since}. Start a "
-                f"worker of this group with check-back: it checks this transaction at once"
-            )
-        else:
-            why = (
-                f"age: group {self.producer_group!r} asks for checks, but its checker does not know the outcome. "
-                f"{self.checks} answers counted. The last answer was: {self.last_answer or 'none'}"
-            )
-        return Incident(
-            IncidentKind.PARKED,
-            str(self.transaction_id),
-            f"{why}. An end message or an operator can also decide",
+def _incident(one: Row) -> Incident:
+    if one.reason == ParkReason.UNANSWERED:
+        since = f"since {one.seen_at:%Y-%m-%d %H:%M:%S%z}" if one.seen_at else "ever"
+        why = (
+            f"unanswered: no producer of group {one.producer_group!r} has asked for checks {since}. Start a "
+            f"worker of this group with check-back: it checks this transaction at once"
         )
+    else:
+        why = (
+            f"age: group {one.producer_group!r} asks for checks, but its checker does not know the outcome. "
+            f"{one.checks} answers counted. The last answer was: {one.last_answer or 'none'}"
+        )
+    return Incident(
+        IncidentKind.PARKED,
+        str(one.transaction_id),
+        f"{why}. An end message or an operator can also decide",
+    )
 
 
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
@@ -124,8 +110,8 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
     total = 0
     while True:
         with lifted(run.connection):
-            parked = run.objects(_Parked, _PARK_OVERDUE, parameters)
-            incidents.record(run, [one.incident() for one in parked])
+            parked = run.objects(Row, _PARK_OVERDUE, parameters)
+            incidents.record(run, [_incident(one) for one in parked])
         total += len(parked)
         if len(parked) < _BATCH:
             return total
@@ -141,10 +127,7 @@ def note_asking(run: Executor, producer_group: str) -> bool:
     return bool(was_away)
 
 
-def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-    """Make the parked transactions of a group due for a check now, and return their number.
-
-    Transactions that were claimed for a check in the last `lately_seconds` are left out.
-    """
+def ask_parked(run: Executor, producer_group: str) -> None:
+    """Make the parked transactions of a group due now, except those asked in the last GROUP_AWAY_SECONDS."""
     with lifted(run.connection):
-        return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})
+        run.execute(_ASK_PARKED, {"group": producer_group, "away": GROUP_AWAY_SECONDS})

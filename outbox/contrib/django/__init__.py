@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.decorators import transactional_message
-from outbox.contrib.django.publishing.message_transactions import fenced_producer, message_transaction
+from outbox.contrib.django.publishing.fenced_producers import fenced_producer
 from outbox.contrib.django.publishing.publish import (
     apublish,
     apublish_many,
@@ -18,7 +18,7 @@ from outbox.contrib.django.publishing.publish import (
     publish_many,
     publish_messages,
 )
-from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
+from outbox.contrib.django.publishing.steering import recall, recall_key
 from outbox.contrib.django.subscribers.registry import subscriber
 
 if TYPE_CHECKING:
@@ -33,13 +33,11 @@ __all__ = [
     "fenced_producer",
     "get_broker",
     "message",
-    "message_transaction",
     "publish",
     "publish_many",
     "publish_messages",
     "recall",
     "recall_key",
-    "reject_transactional",
     "run_check_back",
     "run_prune",
     "subscriber",

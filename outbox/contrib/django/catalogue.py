@@ -53,12 +53,10 @@ def buttons(place: str, subject: object = None) -> Iterator[Button | str]:
 
 
 def has_buttons(place: str) -> bool:
-    """Whether an action declares buttons for a place."""
     return any(place in one.buttons for one in ACTIONS.values())
 
 
 def of_command(command: str) -> tuple[DeclaredAction, ...]:
-    """The actions of a command, such as `outbox_group`."""
     return tuple(action for action in ACTIONS.values() if action.command.split()[0] == command)
 
 

@@ -173,8 +173,6 @@ class OperatorAction(models.Model):
     """
 
     class Outcome(models.TextChoices):
-        """How the action ended."""
-
         BEGUN = "begun", "begun"
         DONE = "done", "done"
         FAILED = "failed", "failed"

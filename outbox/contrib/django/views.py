@@ -70,7 +70,6 @@ def with_headers(view: View, sources: Callable[[], str] = lambda: "'self'") -> V
 
 
 def may(request: HttpRequest, permission: str) -> bool:
-    """Whether the current user has the permission."""
     user = getattr(request, "user", None)
     return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
 

@@ -387,5 +387,5 @@ def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
         if status in (EndStatus.APPLIED, EndStatus.REPEATED):
             return decision, ""
         answers = f"the broker says {status.value} to {decision.name}"
-    get_broker().hint_checks([transaction_id])
+    get_broker().hint_one_way(transaction_id)
     return None, answers

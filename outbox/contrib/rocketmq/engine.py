@@ -91,8 +91,6 @@ class RocketMQEngine(Engine):
         configuration(settings.broker)
         if not settings.producer_group:
             yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks this group for outcomes of transactions. Set it."
-        if settings.auto_create_topics:
-            yield "OUTBOX['AUTO_CREATE_TOPICS'] is on, but RocketMQ's clients create no topics. Declare the topics."
         for declared in settings.topics.values():
             yield from self.refusals.of_topic(declared.topic)
         for item in subscribers():

@@ -48,12 +48,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_schedule resume": "Use Celery beat.",
     "outbox_schedule run": "Use Celery beat.",
     "outbox_topic list": "`outbox_status` shows the topics.",
-    "outbox_topic alter": "Change OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
-    "outbox_topic create": "Add the topic to OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
     "outbox_topic delete": f"{_MQADMIN} `mqadmin deleteTopic`.",
     "outbox_transaction accept": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v false`.",
     "outbox_transaction ask": _LEDGER_DECIDES,
-    "outbox_transaction check": _LEDGER_DECIDES,
     "outbox_transaction decide": _LEDGER_DECIDES,
     "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
 }

@@ -16,7 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
 from outbox.broker.log import topics
 from outbox.broker.log.topics import TopicCatalog, declare_topics
-from outbox.broker.operations import summary, topic_limits
+from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
@@ -25,7 +25,6 @@ from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.broker.support import half, message, new_sequencer, wire
-from tests.support import eventually
 
 LIMITED = Topic(name="orders", backlog_limit=10, queue_count=1)
 
@@ -160,39 +159,6 @@ def test_without_a_leader_the_messages_since_the_last_count_are_the_backlog(
         publish(broker, 1)
     move(run, 12)
     count(run, database)
-    publish(broker, 1)
-
-
-def test_the_estimate_of_space_follows_the_messages_and_not_the_files(
-    run: Executor, database: BrokerDatabase, broker: PostgresBroker
-) -> None:
-    declare_topics(run, [Topic(name="orders", queue_count=1)])
-    connection = run.connection
-    # An idle session may report what it has inserted ten seconds later, after VACUUM has counted the rows.
-    with contextlib.closing(PostgresBroker(database)) as leaving:
-        for _ in range(4):
-            leaving.send([message(body=b"x" * 300) for _ in range(1000)])
-    inserted = "SELECT n_tup_ins FROM pg_stat_all_tables WHERE relid = 'outbox.commit_log'::regclass"
-    eventually(lambda: connection.execute(inserted).fetchone() == (4000,))
-    new_sequencer(database).run_once(connection)
-    connection.execute("VACUUM ANALYZE outbox.commit_log, outbox.op_log, outbox.consume_queue")
-    [(files,)] = connection.execute(
-        "SELECT sum(pg_total_relation_size(oid))::bigint FROM pg_class WHERE relnamespace = 'outbox'::regnamespace"
-        " AND relname IN ('commit_log', 'op_log', 'consume_queue')"
-    ).fetchall()
-    declare_topics(run, [Topic(name="orders", space_limit_bytes=files // 2, queue_count=1)])
-    [before] = topic_limits.limit_uses(run, [])
-    assert (before.measure, before.is_over) == ("space", True)
-    assert 0.6 * files < before.value < 1.4 * files
-    summary.run_once(database)
-    with pytest.raises(TopicOverLimit, match="take more than the topic's space_limit_bytes"):
-        publish(broker, 1)
-    connection.execute("SELECT pg_stat_force_next_flush()")
-    connection.execute("DELETE FROM outbox.commit_log WHERE log_id % 10 > 0")
-    connection.execute("VACUUM ANALYZE outbox.commit_log")
-    [after] = topic_limits.limit_uses(run, [])
-    assert after.value < 0.2 * before.value and not after.is_over
-    summary.run_once(database)
     publish(broker, 1)
 
 

@@ -87,7 +87,6 @@ def test_a_publisher_publishes_ends_and_sends_again(
     assert publisher.end([end(single.transaction_id)]) == [EndStatus.APPLIED]
     assert publisher.end([end(single.transaction_id, Decision.ROLLBACK)]) == [EndStatus.CONTRADICTED]
     publisher.end_one_way(end(batch.transaction_id))
-    publisher.hint_checks([lost.transaction_id])
     publisher.hint_one_way(lost.transaction_id)
     assert publisher.flush(within_seconds=10)
     sequencer = new_sequencer(granted.database)

@@ -1,11 +1,11 @@
-"""The scenario uses a block of messages."""
+"""The scenario publishes several messages in one call."""
 
 from __future__ import annotations
 
 from django.db import transaction
 
 from outbox import Delivery
-from outbox.contrib.django import message_transaction, subscriber
+from outbox.contrib.django import message, publish_messages, subscriber
 from tests.crash_kit.shop.models import Order, Payment
 from tests.crash_kit.writing import orders
 
@@ -18,11 +18,10 @@ def handle(delivery: Delivery) -> None:
 
 
 def scenario() -> None:
-    with transaction.atomic(), message_transaction() as block:
+    with transaction.atomic():
         Order.objects.create(number=1)
         Order.objects.create(number=2)
-        block.publish(TOPIC, {"number": 1}, key=1)
-        block.publish(TOPIC, {"number": 2}, key=2)
+        publish_messages([message(TOPIC, {"number": number}, key=number) for number in (1, 2)])
 
 
 def check() -> None:

@@ -10,8 +10,8 @@ from django.test import Client
 from django.utils import timezone
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.listings import COUNTED
 from outbox.contrib.console.rendering import PER_PAGE
+from outbox.contrib.console.views.dead_letters import COUNTED
 from outbox.contrib.django import publish
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.reconciliation.models import Finding

@@ -23,7 +23,7 @@ from tests.django.broker_world import World
 from tests.django.operators import bury, client_of, make_user
 from tests.django.shop.models import Order
 from tests.django.support import sequence
-from tests.django.test_message_transactions import in_thread, send
+from tests.django.test_fenced_producers import in_thread, send
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 

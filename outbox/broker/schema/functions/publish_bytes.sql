@@ -27,7 +27,7 @@ BEGIN
     WHERE one.name = topic AND one.retry_of IS NULL AND one.deleted_at IS NULL;
     IF target.topic_id IS NULL THEN
         RAISE EXCEPTION 'topic % is not declared', quote_nullable(topic)
-            USING ERRCODE = 'undefined_object', HINT = 'Declare it in OUTBOX[''TOPICS''], or with outbox_topic create.';
+            USING ERRCODE = 'undefined_object', HINT = 'Declare it in OUTBOX[''TOPICS''], and run migrate.';
     END IF;
     IF num_nulls(body, content_type, key, tag, headers, producer_group) > 0 THEN
         RAISE EXCEPTION 'topic %: body, content_type, key, tag, headers and producer_group cannot be null', topic

@@ -12,7 +12,7 @@ from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.broker_conditions import waits
 from outbox.broker.operations.conditions import Counted
-from outbox.broker.operations.listings import group_now, list_errors, list_processes
+from outbox.broker.operations.listings import group_now, list_processes
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import Summary
@@ -21,6 +21,7 @@ from outbox.contrib.console.asking import application, reading, required, text
 from outbox.contrib.console.cards import cards, place_link
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
+from outbox.contrib.console.views.dead_letters import list_errors
 from outbox.contrib.django.actions.cells import badge, group_link, html, link, span, topic_link, words
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Column, Listing, States

@@ -13,12 +13,12 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
 from outbox.broker.database.executor import Row
-from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
-from outbox.broker.operations.summary import KEPT_SECONDS, Overview, SummaryHistory, SummaryPoint
+from outbox.broker.operations.summary import KEPT_SECONDS, Overview
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
+from outbox.contrib.console.history import SummaryHistory, SummaryPoint, summary_history
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.signs import Signs, read_signs
 from outbox.contrib.django.actions.cells import local
@@ -144,7 +144,7 @@ def history(request: HttpRequest) -> HttpResponse:
     of the time, so that a diagram also shows that nothing was measured at its ends.
     """
     with reading() as run:
-        found = summary.history(run, text(request.GET, "group"))
+        found = summary_history(run, text(request.GET, "group"))
     pairs = list(_with_gaps(found))
     totals = {"published": "stored"} | {name: name for name in _TOTALS}
     return JsonResponse(

@@ -5,11 +5,30 @@ from __future__ import annotations
 from typing import Final
 
 from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.statement import Statement
 from outbox.broker.operations.dead_letters import PagePosition
-from outbox.broker.operations.listings import list_waiting
 from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import Field, FieldKind
 from outbox.contrib.django.actions.listing import Asked, Choice, Column, Listing
+
+_DUE: Final = Statement("""
+SELECT scheduled.schedule_id, scheduled.due_at, scheduled.attempt, scheduled.claimed, log.message_id,
+       topic.name AS topic, log.key, consumer_group.name AS group,
+       (SELECT error FROM {schema}.failure
+        WHERE failure.group_id = consumer_group.group_id AND failure.log_id = scheduled.log_id
+        ORDER BY failure.attempt DESC LIMIT 1) AS error
+FROM {schema}.scheduled JOIN {schema}.commit_log log USING (log_id) JOIN {schema}.topic ON topic.topic_id = log.topic_id
+LEFT JOIN {schema}.queue ON queue.queue_id = scheduled.queue_id
+LEFT JOIN {schema}.topic retries ON retries.topic_id = queue.topic_id
+LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = retries.retry_of
+WHERE (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
+  AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
+  AND (NOT %(delayed)s::boolean OR scheduled.queue_id IS NULL)
+  AND (NOT %(retrying)s::boolean OR scheduled.queue_id IS NOT NULL)
+  AND (%(after_at)s::timestamptz IS NULL
+       OR (scheduled.due_at, scheduled.schedule_id) > (%(after_at)s::timestamptz, %(after_id)s::bigint))
+ORDER BY scheduled.due_at, scheduled.schedule_id LIMIT %(limit)s
+""")
 
 # The titles of the page by the filters (delayed, retrying).
 _TITLES: Final = {
@@ -21,8 +40,15 @@ _TITLES: Final = {
 
 
 def _read(run: Executor, asked: Asked) -> list[Row]:
+    """Return a page of scheduled messages, the message that is due next first.
+
+    A message waits for its delivery time (`group` is None) or for the next attempt of a group, whose last error is
+    `error`. If it is `claimed`, its handler runs now, and it is delivered again at `due_at` if the process dies.
+    """
+    after_at, after_id = asked["after"] or (None, None)
     retrying = asked["retrying"] and not asked["delayed"]
-    return list_waiting(run, **asked.only("group", "topic", "delayed", "after"), retrying=retrying, limit=asked.limit)
+    place = {"retrying": retrying, "after_at": after_at, "after_id": after_id, "limit": asked.limit}
+    return run.objects(Row, _DUE, {**asked.only("group", "topic", "delayed"), **place})
 
 
 def _waits_for(one: Row) -> object:

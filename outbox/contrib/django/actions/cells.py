@@ -76,7 +76,6 @@ def second(at: datetime) -> str:
 
 
 def words(name: object) -> str:
-    """Return the name of a field as words."""
     return str(name).replace("_", " ")
 
 
@@ -174,7 +173,6 @@ def quiet(value: object) -> SafeString:
 
 
 def code(text: str) -> SafeString:
-    """A text of a programming language."""
     return format_html("<code>{}</code>", inert(text))
 
 
@@ -195,17 +193,14 @@ def link(value: object, page: str, argument: object = None, *, style: str = "", 
 
 
 def group_link(name: str) -> SafeString | str:
-    """The name of a group with a link to its page."""
     return link(name, "group", name=name)
 
 
 def topic_link(name: str) -> SafeString | str:
-    """The name of a topic with a link to its page."""
     return link(name, "topic", name=name)
 
 
 def message_link(message_id: object) -> SafeString | str:
-    """The id of a message or transaction with a link to its page."""
     return link(message_id, "message", message_id, style="id")
 
 

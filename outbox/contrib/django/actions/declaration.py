@@ -49,8 +49,6 @@ def counted(count: int, noun: str) -> str:
 
 
 class FieldKind(enum.Enum):
-    """The kind of a field's value."""
-
     TEXT = enum.auto()
     ID = enum.auto()
     """A message or transaction id."""
@@ -141,7 +139,6 @@ class Field:
 
     @property
     def title(self) -> str:
-        """The label of the field's input on the page."""
         return self.label or self.name.replace("_", " ").capitalize()
 
 

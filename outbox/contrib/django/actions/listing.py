@@ -39,7 +39,6 @@ class Column:
     when: Callable[[Values], bool] = _ALWAYS
 
     def of(self, row: Any) -> object:
-        """The cell of a row."""
         if not isinstance(self.cell, str):
             return self.cell(row)
         return row[self.cell] if isinstance(row, Mapping) else getattr(row, self.cell)
@@ -61,7 +60,6 @@ class Asked:
         return self.values[name]
 
     def only(self, *names: str) -> dict[str, Any]:
-        """The values of some fields, for the arguments of a function."""
         return {name: self.values[name] for name in names}
 
 

@@ -116,8 +116,6 @@ def settle_selected(
 
 
 def _letter_buttons(verb: str, tone: str) -> Mapping[str, Offer]:
-    """The buttons of an action on dead letters."""
-
     def of_letter(one: DeadLetter) -> Sequence[Button]:
         fields = {"group": one.group, "ids": one.message_id}
         return [] if one.replayed_at or one.discarded_at else [Button(f"{verb} …", tone, fields)]
@@ -373,7 +371,6 @@ def _redeliver(values: Values) -> ActionPlan:
 
 
 def selected(asked: Asked) -> LetterSelection:
-    """The selection of dead letters that a listing is asked for."""
     return LetterSelection(**asked.only(*(one.name for one in SELECTION)))
 
 

@@ -153,7 +153,7 @@ class BlockWatch:
         self._is_lost = False
         self.bound_to = ""
         self.halves = BlockHalves()
-        # The open `message_transaction()` blocks that have messages.
+        # Nothing fills it now; subscribers/inbox.py still looks.
         self.unsent: set[object] = set()
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None

@@ -161,7 +161,6 @@ def get_broker() -> Broker:
 
 
 def get_codecs() -> Codecs:
-    """The default codec of this project, and the codecs of its topics."""
     return current_engine().codecs
 
 

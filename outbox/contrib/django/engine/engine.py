@@ -81,14 +81,7 @@ class Engine(ABC):
 
     @cached_property
     def catalog(self) -> TopicCatalog:
-        """The topics of a broker in PostgreSQL, with the declared selectors. Raises ConfigurationError."""
-        settings = self.settings
-        selectors: dict[str, Callable[..., int]] = {
-            name: imported(f"OUTBOX['TOPICS'][{name!r}]['selector']", declared.selector)
-            for name, declared in settings.topics.items()
-            if declared.selector is not None
-        }
-        return TopicCatalog(settings.schema, auto_create=settings.auto_create_topics, selectors=selectors)
+        return TopicCatalog(self.settings.schema)
 
     @abstractmethod
     def check(self) -> Iterator[CheckMessage]:

@@ -43,7 +43,7 @@ class MemoryEngine(Engine):
         settings = self.settings
         return InMemoryBroker(
             [declared.topic for declared in settings.topics.values()],
-            auto_create_topics=settings.auto_create_topics or not settings.topics,
+            auto_create_topics=not settings.topics,
             codecs=self.codecs,
             invoker=HandlerInvoker(lease_seconds=settings.lease_seconds),
             check=settings.check,

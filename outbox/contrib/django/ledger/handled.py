@@ -95,7 +95,6 @@ def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition
 
 
 def moment_of(place: HandledPosition) -> datetime:
-    """The time of a position, as an aware datetime."""
     at = parse_datetime(place.at) if isinstance(place.at, str) else place.at
     assert isinstance(at, datetime)
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -394,7 +394,6 @@ WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s
 
 
 def delete(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> int:
-    """Remove ledger rows and return their number."""
     if not transaction_ids:
         return 0
     deleted = 0

@@ -200,7 +200,7 @@ def _of_each(
         try:
             parts.append(prune(alias, ends))
         except DatabaseError as error:
-            if _has_tables(alias):
+            if has_tables(alias):
                 failed[alias] = error
     if not failed:
         return parts
@@ -212,16 +212,14 @@ def _of_each(
     ) from next(iter(failed.values()))
 
 
-def _has_tables(alias: str) -> bool:
+def has_tables(alias: str) -> bool:
     """Return False if the routers allow the tables on this alias, but no migration has created them.
 
     After OUTBOX was changed to another engine, the former broker's own database has no such tables.
     """
-    from outbox.contrib.django.models import LedgerEntry
-
     try:
         with closing(open_connection(alias)) as connection:
-            return LedgerEntry._meta.db_table in connection.introspection.table_names()
+            return ledger.TABLE in connection.introspection.table_names()
     except DatabaseError:
         return True
 
@@ -387,5 +385,4 @@ def moment_of(transaction_id: UUID) -> datetime:
 
 
 def first_id_after(value: UUID) -> UUID:
-    """Return the next larger id after `value`."""
     return UUID(int=value.int + 1)

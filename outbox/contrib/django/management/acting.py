@@ -19,8 +19,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.audit import recorded_command
+from outbox.contrib.django.actions.cells import plain
 from outbox.contrib.django.actions.declaration import LEFT, ActionPlan, DeclaredAction, Field, FieldKind, parsed
-from outbox.contrib.django.actions.listing import Asked, Listing
+from outbox.contrib.django.actions.listing import COMMAND, Asked, Listing
 from outbox.contrib.django.catalogue import listings_of, of_command, on_engine
 from outbox.contrib.django.database.aliases import broker_connection, one_connection
 from outbox.contrib.django.management.output import OutboxCommand
@@ -55,7 +56,6 @@ class OperatorCommand(OutboxCommand):
     """
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add the subcommands."""
         self.add_subcommands(parser)
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
@@ -71,7 +71,6 @@ class OperatorCommand(OutboxCommand):
         return subcommands
 
     def add_listing(self, parser: CommandParser, listing: Listing) -> None:
-        """Add the arguments of a listing to a parser."""
         for field in listing.fields:
             add_field(parser, field)
         if listing.states:
@@ -83,14 +82,14 @@ class OperatorCommand(OutboxCommand):
         self.add_json(parser)
 
     def add_action(self, parser: CommandParser, action: DeclaredAction) -> None:
-        """Add the arguments of an action to a parser."""
         groups: dict[str, Any] = {}
         for field in action.fields:
             if field.one_of and field.one_of not in groups:
                 groups[field.one_of] = parser.add_mutually_exclusive_group(required=True)
             add_field(groups.get(field.one_of, parser), field)
         parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the audit")
-        self.add_no_input(parser, "show the plan, change nothing")
+        parser.add_argument("--dry-run", action="store_true", help="show the plan, change nothing")
+        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -105,7 +104,6 @@ class OperatorCommand(OutboxCommand):
             getattr(self, f"_{word}")(options)
 
     def print_listing(self, listing: Listing, options: Mapping[str, Any]) -> None:
-        """Print the rows of a listing as a table, or as JSON."""
         fields = [*listing.fields, *([listing.after] if listing.after else [])]
         limit = options["limit"] if listing.after else 0
         asked = Asked({one.name: options[one.name] for one in fields}, limit, _broker, nullcontext)
@@ -116,9 +114,13 @@ class OperatorCommand(OutboxCommand):
         if options["json"]:
             self.print_json([listing.as_json(one) for one in found])
             return
-        self.print_table(listing, found)
-        if listing.after is not None:
-            self.say_more(len(found), limit, found and listing.position and listing.position(found[-1]))
+        columns = listing.on(COMMAND, {})
+        self.print_rows(
+            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in found)
+        )
+        if listing.after is not None and len(found) >= limit:
+            how = f"--after {listing.position(found[-1])}" if listing.position else "a higher --limit"
+            self.say(f"there may be more rows: pass {how}")
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
         """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""
@@ -168,7 +170,6 @@ class OperatorCommand(OutboxCommand):
 
 
 def add_field(parser: Any, field: Field) -> None:
-    """Add the command line argument for a field of an action to a parser."""
     if field.kind is FieldKind.FLAG:
         parser.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", help=field.help)
         return

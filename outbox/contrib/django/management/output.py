@@ -14,8 +14,7 @@ from django.db import Error as DatabaseError
 
 from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
-from outbox.contrib.django.actions.cells import first_line, plain
-from outbox.contrib.django.actions.listing import COMMAND, Listing
+from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, OutboxError
@@ -38,7 +37,6 @@ class OutboxCommand(BaseCommand):
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
-        """Add the option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     @property
@@ -83,11 +81,6 @@ class OutboxCommand(BaseCommand):
             # The command reports wrong settings itself, or works without them.
             return ""
 
-    def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
-        """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
-        parser.add_argument("--dry-run", action="store_true", help=dry_run)
-        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
-
     def confirm(self, what: str, options: Mapping[str, Any]) -> None:
         """Ask the operator to confirm `what`. Raises CommandError if the answer is not "yes"."""
         if options["no_input"]:
@@ -100,7 +93,6 @@ class OutboxCommand(BaseCommand):
             raise CommandError("nothing was changed.")
 
     def print_condition(self, condition: Condition) -> None:
-        """Print a condition with its evidence and its next step."""
         styles = {Severity.WARNING: self.style.WARNING, Severity.CRITICAL: self.style.ERROR}
         said = f"{condition.severity.name} {condition.name}: {first_line(condition.meaning)}"
         self.say(said, styles.get(condition.severity))
@@ -116,21 +108,9 @@ class OutboxCommand(BaseCommand):
         """Print one line, with control characters escaped. All text output uses this method."""
         self.stdout.write(inert(text), style)
 
-    def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """If a page is full, print that there may be more rows, and how to get the next page."""
-        if shown >= limit:
-            self.say(f"there may be more rows: {'pass a higher --limit' if place is None else f'pass --after {place}'}")
-
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
-
-    def print_table(self, listing: Listing, rows: Iterable[object]) -> None:
-        """Print the columns of a listing."""
-        columns = listing.on(COMMAND, {})
-        self.print_rows(
-            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in rows)
-        )
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print an aligned table, or "none" if the table has no rows."""

@@ -24,7 +24,6 @@ from outbox.broker.operations.progress import newcomers
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
-from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
@@ -56,12 +55,10 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         return [Error(str(error), id="outbox.E001")]
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [
         _producer_group,
-        _topic_imports,
-        _celery_app,
+        _imports,
         _transactions,
         _router,
         _subscribers,
-        _handler_middleware,
         lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
@@ -77,20 +74,17 @@ def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
         )
 
 
-def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    if settings.celery_app is not None:
+def _imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    imports: Mapping[str, Callable[[], object]] = {
+        "outbox.E005": lambda: engine_of(settings).codecs,
+        "outbox.E016": lambda: settings.celery_app and imported("OUTBOX['CELERY_APP']", settings.celery_app),
+        "outbox.E037": lambda: with_middleware(lambda given: None),
+    }
+    for name, attempt in imports.items():
         try:
-            imported("OUTBOX['CELERY_APP']", settings.celery_app)
+            attempt()
         except ConfigurationError as error:
-            yield Error(str(error), id="outbox.E016")
-
-
-def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        engine = engine_of(settings)
-        _ = engine.codecs, engine.catalog
-    except ConfigurationError as error:
-        yield Error(str(error), id="outbox.E005")
+            yield Error(str(error), id=name)
 
 
 def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -141,7 +135,7 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Pass mode='key_ordered' or mode='orderly' to @subscriber.",
                 id="outbox.W015",
             )
-        if settings.topics and not settings.auto_create_topics and item.subscription.topic not in settings.topics:
+        if settings.topics and item.subscription.topic not in settings.topics:
             yield Warning(
                 f"{item.name} subscribes to {item.subscription.topic!r}, which OUTBOX['TOPICS'] does not declare.",
                 hint="Declare the topic, or ignore this warning if another service declares it.",
@@ -159,13 +153,6 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Give the subscribers with broadcast=True another group.",
                 id="outbox.E014",
             )
-
-
-def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        with_middleware(lambda given: None)
-    except ConfigurationError as error:
-        yield Error(str(error), id="outbox.E037")
 
 
 def _options(item: Subscriber) -> Iterator[CheckMessage]:
@@ -303,7 +290,6 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
             yield from _undeclared(
                 settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
             )
-            yield from _check_back_is_absent(Executor(connection, settings.schema), settings)
             yield from _new_groups(Executor(connection, settings.schema))
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
@@ -360,14 +346,6 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
             hint=f"Let `manage.py outbox_worker --until-drained` deliver them with BROKER set back to {alias!r}.",
             id="outbox.W028",
         )
-
-
-def _check_back_is_absent(run: Executor, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for found in turns.unasked(run):
-        if found.producer_group == settings.producer_group:
-            yield Warning(
-                str(found), hint="Start `celery worker --outbox` or `manage.py outbox_worker`.", id="outbox.W030"
-            )
 
 
 def _new_groups(run: Executor) -> Iterator[CheckMessage]:

@@ -48,7 +48,7 @@ from outbox.broker.operations.presence import unknown_transactions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
-from outbox.contrib.django.ledger.pruning import first_id_at
+from outbox.contrib.django.ledger.pruning import first_id_at, has_tables, moment_of
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import inbox
 from outbox.contrib.django.subscribers.inbox import handler_alias
@@ -128,7 +128,7 @@ def run_compare() -> CompareCounts:
                 with closing(open_connection(alias)) as application:
                     compare(application)
             except DatabaseError as error:
-                if alias in compared or _has_tables(alias):
+                if alias in compared or has_tables(alias):
                     failed[alias] = error
         counts = _counts(comparisons.list_comparisons(run), context.known)
     if failed:
@@ -167,19 +167,8 @@ def losses() -> list[DatabaseComparison]:
     return [one for one in known.values() if not one.is_clean]
 
 
-def _has_tables(alias: str) -> bool:
-    """Return False if the routers allow the tables on `alias` but no migration has created them."""
-    try:
-        with closing(open_connection(alias)) as connection:
-            return ledger.TABLE in connection.introspection.table_names()
-    except DatabaseError:
-        return True
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """The data that all comparisons of one pass use."""
-
     run: Executor
     life: Life
     bounds: Bounds
@@ -247,11 +236,6 @@ def _counts(
 
 
 # -- the ledger, and the broker's decisions -----------------------------------------------------------
-
-
-def moment_of(transaction_id: UUID) -> datetime:
-    """Return the time at which this UUIDv7 was generated."""
-    return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
 @dataclass(slots=True)

@@ -109,7 +109,6 @@ SELECT relname FROM pg_class WHERE oid = ANY (SELECT to_regclass(name) FROM unne
 
 
 def _tables(connection: BaseDatabaseWrapper) -> list[str]:
-    """Return the tables of this package that exist, in the order of their names."""
     names = [model._meta.db_table for model in _models(connection.alias)]
     with connection.cursor() as cursor:
         cursor.execute(_TABLES, [names])

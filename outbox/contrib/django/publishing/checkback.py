@@ -15,15 +15,12 @@ from outbox.transaction import CheckCounts
 logger = logging.getLogger(__name__)
 
 
-def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCounts:
+def run_check_back(*, max_batches: int = 100) -> CheckCounts:
     """Answer all due checks of this producer group now. Several processes may call this function at the same time.
 
-    With `parked`, the function also checks the group's parked transactions, before their checks are due. Raises
-    ConfigurationError if PRODUCER_GROUP is not set, and BrokerError if the broker does not answer.
+    Raises ConfigurationError if PRODUCER_GROUP is not set, and BrokerError if the broker does not answer.
     """
     is_my_turn(CHECK_BACK, get_settings().check_interval_seconds, rest_seconds=0)
-    if parked:
-        get_broker().resume_checks(get_settings().required_producer_group())
     return check_back(max_batches=max_batches)
 
 

@@ -217,7 +217,7 @@ def publish_many(
             )
             for body in bodies
         ]
-        return _publish_all(built, immunity_seconds, using, at_once)
+        return publish_all(built, immunity_seconds, using, at_once)
 
 
 def publish_messages(
@@ -232,15 +232,23 @@ def publish_messages(
     The messages may have different topics. Otherwise like `publish`.
     """
     with failing_takes_the_block_along(using):
-        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using, at_once)
+        return publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using, at_once)
 
 
-def _publish_all(
-    messages: Sequence[Message], immunity_seconds: int | None, using: str | None, at_once: bool
+def publish_all(
+    messages: Sequence[Message],
+    immunity_seconds: int | None,
+    using: str | None,
+    at_once: bool,
+    producer: ProducerEpoch | None = None,
 ) -> list[SendReceipt]:
+    """Like `publish_bound`, for any number of messages. Returns the receipts."""
     if not messages:
         return []
-    return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using, at_once=at_once).receipts)
+    published = publish_bound(
+        messages, immunity_seconds=immunity_seconds, using=using, at_once=at_once, producer=producer
+    )
+    return list(published.receipts)
 
 
 def _awaitable(
@@ -467,7 +475,7 @@ def _publish(
         refuse_without_transaction(messages, using, terms.immunity_seconds, at_once)
         return _publish_at_once(current, messages, using, terms)
     if at_once:
-        raise at_once_in_transaction(f"the message for topic {first.topic!r}", connection)
+        raise _at_once_in_transaction(first, connection)
     what = functools.partial(_description, first)
     watch = require_whole(connection, what)
     if not watch.bound_to:
@@ -527,7 +535,6 @@ def _publish_at_once(
 
 
 def _report_duration(published: Published, path: str, started: float) -> None:
-    """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
     recorder = measures.recorder
     if recorder is not None and published.is_stored:
         topics = [receipt.topic for receipt in published.receipts if receipt.duplicate_of is None]
@@ -535,7 +542,6 @@ def _report_duration(published: Published, path: str, started: float) -> None:
 
 
 def _report_failure(messages: Sequence[Message], started: float, error: Exception) -> None:
-    """Report a publish call that raised `error` to the metrics recorder, if there is one."""
     if measures.recorder is not None:
         seconds = time.perf_counter() - started
         measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
@@ -909,7 +915,6 @@ def _publish_halves(
 
 @contextmanager
 def _sending(steps: Sequence[BodyStep], messages: Sequence[Message]) -> Iterator[None]:
-    """The block in which the broker stores the messages."""
     with ExitStack() as stack:
         for step in steps:
             stack.enter_context(step.while_sending(messages))
@@ -923,8 +928,7 @@ def _lock_declared_keys(
 
     Raises UnknownTopic.
 
-    A deployment may have changed a topic in the broker since this process has read its settings. On the atomic path,
-    the open transaction may have created a topic. Another connection would wait for its end.
+    A deployment may have changed a topic in the broker since this process has read its settings.
     """
     keys: list[tuple[str, str]] = []
     for item in messages:
@@ -1164,29 +1168,25 @@ def refuse_without_transaction(
             "transaction is open. Put the write and the publish call into `with transaction.atomic():`, or leave "
             "immunity_seconds out."
         )
-    if not at_once:
-        raise transaction_required(f"the message for topic {first.topic!r}", using)
-
-
-def transaction_required(what: str, using: str | None) -> TransactionRequired:
-    """Return the error for a publish call outside of a transaction; the text begins with `what`."""
+    if at_once:
+        return
     opened = [connection.alias for connection in connections.all(initialized_only=True) if in_transaction(connection)]
     elsewhere = f" If the message belongs to the open transaction on {opened[0]!r}, name this alias." if opened else ""
     place = "no transaction is open" if using is None else f"no transaction is open on {using!r}"
     block = "transaction.atomic()" if using is None else f"transaction.atomic(using={using!r})"
-    return TransactionRequired(
-        f"{what} was not published: {place}, so the message would be sent even if your code fails afterwards. Put the "
-        f"write and the publish call into `with {block}:`. If no write belongs to the message, pass "
-        f"at_once=True.{elsewhere}"
+    raise TransactionRequired(
+        f"the message for topic {first.topic!r} was not published: {place}, so the message would be sent "
+        f"even if your code fails afterwards. Put the write and the publish call into `with {block}:`. If no write "
+        f"belongs to the message, pass at_once=True.{elsewhere}"
     )
 
 
-def at_once_in_transaction(what: str, connection: BaseDatabaseWrapper) -> TransactionUsageError:
-    """Return the error for `at_once=True` inside `atomic()`; the text begins with `what`."""
+def _at_once_in_transaction(first: Message, connection: BaseDatabaseWrapper) -> TransactionUsageError:
     return TransactionUsageError(
-        f"{what} was not published: at_once=True was passed, but a transaction is open on {connection.alias!r}, and "
-        "the message would be sent even if this transaction is rolled back. Leave at_once out, so that the message is "
-        "published with the transaction. If the message does not belong to the transaction, publish it in "
+        f"the message for topic {first.topic!r} was not published: at_once=True was passed, but a transaction is open "
+        f"on {connection.alias!r}, and the message would be sent even if this transaction is rolled back. "
+        "Leave at_once out, so that the message is published with the transaction. If the message does not belong to "
+        "the transaction, publish it in "
         f"`transaction.on_commit(…, using={connection.alias!r})`."
     )
 

@@ -1,4 +1,4 @@
-"""Requests to the broker from an application or an operator: recall messages, or refuse transactional messages."""
+"""Recall: requests of an application or an operator to the broker."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ def recall_key(topic: str, key: object) -> list[Recall]:
     """
     _refuse_in_transaction("recall_key(…)")
     return _decided_broker().recall_key(topic, key_text(key))
-
-
-def reject_transactional(rejecting: bool = True) -> bool:
-    """Refuse new transactional messages on the broker, or accept them again. Returns whether the state changed.
-
-    The switch applies to all producers of the broker, on both paths. While the switch is on, `publish` in a transaction
-    raises TransactionalMessagesRejected, and the transaction rolls back. Stored messages are still delivered. Raises
-    BrokerError.
-    """
-    return get_broker().reject_transactional(rejecting)
 
 
 def _decided_broker() -> Broker:

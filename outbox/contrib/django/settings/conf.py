@@ -72,8 +72,6 @@ _TOPIC: Final[Mapping[str, Any]] = {item.name: item.default for item in fields(T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopicOptions:
-    """The options of one topic."""
-
     types: frozenset[MessageType] = setting(
         _TOPIC["types"],
         members(MessageType),
@@ -95,12 +93,6 @@ class TopicOptions:
         "days",
     )
     codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
-    selector: str | None = setting(
-        None,
-        dotted_path,
-        word="selector (RocketMQ's message queue selector)",
-        meaning="function that chooses the queue of a message; without it, the key chooses the queue",
-    )
     key_lock: bool = setting(
         _TOPIC["key_lock"],
         flag,
@@ -122,18 +114,11 @@ class TopicOptions:
         meaning="the greatest number of messages that a group may be behind "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
-    space_limit_bytes: int | None = setting(
-        _TOPIC["space_limit_bytes"],
-        or_none(whole(1, "bytes")),
-        word="space limit",
-        meaning="the topic is over this limit if all messages of the broker together take more space "
-        "([limits](operations/sizing.md#limits-of-the-backlog))",
-    )
     on_limit: str = setting(
         _TOPIC["on_limit"],
         one_of("refuse", "warn"),
         word="limit",
-        meaning="while a limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
+        meaning="while the limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
     )
     searchable: bool = setting(
         _TOPIC["searchable"],
@@ -146,11 +131,10 @@ class TopicOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredTopic:
-    """One entry of TOPICS. `codec` and `selector` are dotted paths, which are imported at their first use."""
+    """One entry of TOPICS. `codec` is a dotted path, which is imported at its first use."""
 
     topic: Topic
     codec: str | None = None
-    selector: str | None = None
 
 
 def _topic(where: str, name: str, given: object) -> DeclaredTopic:
@@ -159,7 +143,7 @@ def _topic(where: str, name: str, given: object) -> DeclaredTopic:
         topic = Topic(name=name, **{one: getattr(options, one) for one in _TOPIC if one != "name"})
     except (ConfigurationError, InvalidName) as error:
         raise ConfigurationError(f"{where}: {error}") from error
-    return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
+    return DeclaredTopic(topic=topic, codec=options.codec)
 
 
 # -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
@@ -237,13 +221,6 @@ class OutboxSettings:
         entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
         word="topic",
         meaning="the declared topics and their [options](settings.md#topics)",
-    )
-    auto_create_topics: bool = setting(
-        False,
-        flag,
-        bundled_only=True,
-        word="auto-create (Kafka, RocketMQ)",
-        meaning="whether the first message of an unknown topic creates the topic",
     )
     codec: str | None = setting(
         None,

@@ -197,7 +197,6 @@ def texts(kind: str) -> Rule[Sequence[str]]:
 
 
 def text(kind: str) -> Rule[str]:
-    """Return the rule for a text that is not empty."""
     return Rule(kind, _text)
 
 
@@ -223,7 +222,6 @@ flag: Final = Rule("`True`, `False`", _flag)
 
 
 def whole(minimum: int, unit: str, maximum: int | None = None) -> Rule[int]:
-    """Return the rule for a whole number of `unit`."""
     limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def check(where: str, value: Any) -> int:
@@ -236,8 +234,6 @@ def whole(minimum: int, unit: str, maximum: int | None = None) -> Rule[int]:
 
 
 def seconds(minimum: float) -> Rule[float]:
-    """Return the rule for a number of seconds."""
-
     def check(where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
             raise wrong(where, value, f"a number of seconds, at least {minimum:g}")
@@ -263,7 +259,6 @@ def _quoted(values: Iterable[str]) -> str:
 
 
 def member(kind: type[Choice]) -> Rule[Choice]:
-    """Return the rule for a value of an enumeration."""
     named = one_of(*map(str, kind))
     return Rule(named.kind, lambda where, value: kind(named.check(where, value)))
 

@@ -15,8 +15,6 @@ from outbox.contrib.django.operations.watching import run_audit
 
 
 class Command(OperatorCommand):
-    """Parses the arguments, then calls run_audit or run_compare."""
-
     help = (
         "Count every message by state, and check that the counts agree. The command stores the result, and the "
         "status shows it. Exits with 2 if an equation fails, or if `compare` finds that a restore has lost messages "

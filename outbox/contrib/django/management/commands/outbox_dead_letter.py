@@ -4,6 +4,4 @@ from outbox.contrib.django.management.acting import OperatorCommand
 
 
 class Command(OperatorCommand):
-    """Runs the declared actions and prints the declared listings of this command."""
-
     help = "Show the dead letters of consumer groups, and act on them."

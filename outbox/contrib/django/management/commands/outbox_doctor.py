@@ -15,8 +15,6 @@ from outbox.errors import ConfigurationError
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, calls `examine`, and prints the results."""
-
     help = (
         "Examine settings, databases, ledgers, server and declarations. Exit codes: 0 (also if a result only informs), "
         "1 (warning) or 2 (critical)."

@@ -17,8 +17,6 @@ from outbox.contrib.django.operations.known_conditions import Observer, observer
 
 
 class Command(OperatorCommand):
-    """Parses the arguments, then calls the function of the chosen subcommand."""
-
     help = "Show messages, and act on them."
 
     def add_arguments(self, parser: CommandParser) -> None:

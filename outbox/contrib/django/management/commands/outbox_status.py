@@ -16,8 +16,6 @@ from outbox.contrib.django.worker.probes import live, ready
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then shows the conditions with the overview, or the result of one probe."""
-
     help = (
         "Show the conditions that need attention, the topics and the groups. Exit codes: 0, 1 (warning) or 2 "
         "(critical). The column `handled` counts the messages that a group has done since its start; messages that a "

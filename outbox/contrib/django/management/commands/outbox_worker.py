@@ -24,8 +24,6 @@ _HUNG_SECONDS: Final = 5.0
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then runs one role until SIGTERM or SIGINT, or does the due work once and ends."""
-
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run one role."
 
     def add_arguments(self, parser: CommandParser) -> None:

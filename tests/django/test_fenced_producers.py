@@ -1,8 +1,7 @@
-"""Several messages that become visible together or never: `message_transaction()` on both paths, and its fences."""
+"""Several messages that become visible together or never, on both paths; and producers with a transactional id."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +10,10 @@ from uuid import UUID
 import pytest
 from django.db import connections, transaction
 
-from outbox.contrib.django import (
-    fenced_producer,
-    get_broker,
-    message,
-    message_transaction,
-    publish_messages,
-    run_check_back,
-)
+from outbox.contrib.django import fenced_producer, get_broker, message, publish_messages, run_check_back
 from outbox.contrib.django.models import LedgerEntry
-from outbox.contrib.django.publishing.message_transactions import FencedProducer
-from outbox.errors import (
-    InvalidMessage,
-    LeftoversUndecided,
-    ProducerFenced,
-    TransactionTimedOut,
-    TransactionUsageError,
-    UnserialisableBody,
-)
+from outbox.contrib.django.publishing.fenced_producers import FencedProducer
+from outbox.errors import InvalidMessage, LeftoversUndecided, ProducerFenced
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
 
@@ -37,10 +22,9 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 
 def publish_three(names: Sequence[str] = ("a", "b", "c")) -> set[UUID]:
     """The transaction ids of the three, of which there should be one."""
-    with message_transaction() as tx:
-        for topic, key in zip(("orders", "steps", "orders"), names, strict=True):
-            tx.publish(topic, {"key": key}, key=key)
-    return {receipt.transaction_id for receipt in tx.receipts}
+    three = zip(("orders", "steps", "orders"), names, strict=True)
+    receipts = publish_messages([message(topic, {"key": key}, key=key) for topic, key in three])
+    return {receipt.transaction_id for receipt in receipts}
 
 
 def test_all_or_none_over_several_topics(path: str) -> None:
@@ -60,63 +44,6 @@ def test_one_ledger_row_however_many_messages(path: str) -> None:
     assert LedgerEntry.objects.count() - before == (1 if path == "two_phase" else 0)
 
 
-def test_outside_a_transaction_all_are_sent_when_the_block_is_left(path: str) -> None:
-    with message_transaction(at_once=True) as tx:
-        tx.publish("orders", 1, key="a")
-        assert stored() == []
-        tx.publish("payments", 2, key="b")
-    assert decisions() == {"a": "C", "b": "C"}
-    assert [receipt.topic for receipt in tx.receipts] == ["orders", "payments"]
-
-
-def publish_and_fail() -> None:
-    with message_transaction(at_once=True) as tx:
-        tx.publish("orders", 1, key="a")
-        raise ZeroDivisionError
-
-
-def test_an_exception_that_leaves_the_block_drops_its_messages(path: str) -> None:
-    with pytest.raises(ZeroDivisionError):
-        publish_and_fail()
-    assert stored() == []
-
-
-def publish_and_swallow(at_once: bool = False) -> None:
-    with message_transaction(at_once=at_once) as tx:
-        tx.publish("orders", 1, key="a")
-        with contextlib.suppress(UnserialisableBody):
-            tx.publish("orders", object(), key="b")
-
-
-def test_a_message_that_cannot_be_sent_takes_the_others_along_even_when_its_error_is_swallowed(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="could not be added"):
-        publish_and_swallow(at_once=True)
-    assert stored() == []
-
-
-def test_swallowed_inside_atomic_it_rolls_the_business_write_back(path: str) -> None:
-    with transaction.atomic():
-        Order.objects.create(number="dropped")
-        with contextlib.suppress(TransactionUsageError):
-            publish_and_swallow()
-    assert not Order.objects.filter(number="dropped").exists()
-    assert stored() == []
-
-
-def test_publishing_in_a_deeper_atomic_is_refused(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="an inner atomic"), transaction.atomic():
-        with message_transaction() as tx, transaction.atomic():
-            tx.publish("orders", 1, key="a")
-    assert stored() == []
-
-
-def test_publishing_in_an_atomic_that_was_opened_inside_is_refused(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="an inner atomic"):
-        with message_transaction(at_once=True) as tx, transaction.atomic():
-            tx.publish("orders", 1, key="a")
-    assert stored() == []
-
-
 def test_a_savepoint_around_the_whole_takes_its_messages_with_it(path: str) -> None:
     with transaction.atomic():
         with rolled_back():
@@ -125,25 +52,14 @@ def test_a_savepoint_around_the_whole_takes_its_messages_with_it(path: str) -> N
     assert {key for key, decision in decisions().items() if decision == "C"} == set("def")
 
 
-def test_it_is_over_when_it_is_left_and_entered_once(path: str) -> None:
-    tx = message_transaction(at_once=True)
-    with pytest.raises(TransactionUsageError, match="not before or after"):
-        tx.publish("orders", 1)
-    with pytest.raises(TransactionUsageError), tx:
-        pass
-    with pytest.raises(TransactionUsageError, match="used before"), tx:
-        pass
-
-
 def test_many_transactions_over_the_same_keys_in_any_order_do_not_deadlock(path: str) -> None:
     keys = [f"k{number}" for number in range(8)]
 
     def publish_all(turn: int) -> None:
         try:
             for _ in range(10):
-                with transaction.atomic(), message_transaction() as tx:
-                    for key in keys[turn:] + keys[:turn]:
-                        tx.publish("steps", turn, key=key)
+                with transaction.atomic():
+                    publish_messages([message("steps", turn, key=key) for key in keys[turn:] + keys[:turn]])
         finally:
             connections.close_all()
 
@@ -161,22 +77,14 @@ def test_more_keys_than_a_transaction_may_lock_are_refused_by_number(path: str) 
     assert len(stored()) == 1_000
 
 
-def test_a_transaction_without_a_database_is_dropped_after_its_timeout(path: str) -> None:
-    with pytest.raises(TransactionTimedOut, match="orders"), message_transaction(at_once=True, timeout_seconds=0) as tx:
-        tx.publish("orders", 1, key="late")
-    assert stored() == []
-
-
 class TestFencing:
     """A producer with a transactional id: the newest instance is the only one that sends."""
 
     def test_the_older_instance_is_refused_when_it_commits_messages_of_its_own(self, path: str) -> None:
         older, newer = fenced_producer("import"), fenced_producer("import")
-        refused = pytest.raises(ProducerFenced, match="epoch 1, but an instance with epoch 2")
-        with refused, older.transaction(at_once=True) as tx:
-            tx.publish("orders", 1, key="older")
-        with newer.transaction(at_once=True) as tx:
-            tx.publish("orders", 1, key="newer")
+        with pytest.raises(ProducerFenced, match="epoch 1, but an instance with epoch 2"):
+            send(older, "older")
+        send(newer, "newer")
         assert decisions() == {"newer": "C"}
 
     def test_the_older_instance_is_refused_inside_a_local_transaction(self, path: str) -> None:
@@ -197,8 +105,8 @@ class TestFencing:
 
     def test_a_newer_instance_settles_what_an_older_one_left_undecided(self, path: str) -> None:
         older = fenced_producer("import")
-        with rolled_back(), older.transaction() as tx:
-            tx.publish("orders", 1, key="left")
+        with rolled_back():
+            send(older, "left", at_once=False)
         newer = fenced_producer("import")
         assert get_broker().leftovers(newer.instance) == []
         assert {row.decision for row in stored()} <= {"R"}
@@ -217,8 +125,7 @@ class TestFencing:
 
 
 def send(producer: FencedProducer, key: str, *, at_once: bool = True) -> None:
-    with producer.transaction(at_once=at_once) as tx:
-        tx.publish("orders", None, key=key)
+    producer.publish_messages([message("orders", None, key=key)], at_once=at_once)
 
 
 def in_thread(work: Callable[[], object]) -> None:

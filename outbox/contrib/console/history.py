@@ -1,0 +1,58 @@
+"""The figures of the diagrams: a point per stored summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations.summary import KEPT_SECONDS
+
+# The totals of all groups, and the figures of a group or of all groups together.
+_HISTORY: Final = Statement("""
+SELECT extract(epoch FROM at)::double precision,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'stored' END,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'queued' END,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
+FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
+""")
+_CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryPoint:
+    """The main figures of one stored summary, for one group or for all groups together. The counters are totals.
+
+    `stored` counts the assigned log ids: one for each stored message, and one for each insert that was rolled back.
+    `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
+    message; 0 if there is no unfinished message. Neither `lag` nor `oldest_seconds` includes retries.
+    """
+
+    at: float
+    stored: int | None
+    queued: int | None
+    handled: int
+    sent_back: int
+    dead: int
+    lag: int
+    oldest_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryHistory:
+    """A point per summary of the last KEPT_SECONDS up to `now`, the oldest first."""
+
+    now: float
+    points: Sequence[SummaryPoint]
+
+
+def summary_history(run: Executor, group: str | None = None) -> SummaryHistory:
+    """Return the figures of the kept summaries, of one group or of all groups together."""
+    points = [
+        SummaryPoint(at, stored, queued, *figures)
+        for at, stored, queued, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
+        if figures
+    ]
+    return SummaryHistory(run.one(_CLOCK)[0], points)
