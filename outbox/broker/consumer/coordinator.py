@@ -3,6 +3,10 @@
 The coordinator runs in its own thread with its own connection. So no lease expires during a long handler call or a long
 fetch. The coordinator decides which queues this process owns, and sends events about them to the dispatching thread.
 The coordinator releases a queue after the dispatching thread has handed the queue back.
+
+In a bounded pass, the dispatching thread runs the first round and leaves the groups on its own connection. The
+coordinator connects only if the pass still runs when the next round is due, because a session costs more than most of
+these passes.
 """
 
 from __future__ import annotations
@@ -172,7 +176,8 @@ class Coordinator:
 
     The parameter `ownership` connects the coordinator to the dispatching thread. `report` returns the running handler
     calls, which the heartbeat stores for operators, and it says whether the process drains. The coordinator's own
-    thread runs all methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
+    thread runs all methods except `start` and `stop`. Before `start`, another thread may call `run_once`; the thread of
+    the coordinator then begins with the pause after a round.
     """
 
     def __init__(
@@ -212,27 +217,32 @@ class Coordinator:
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._pause_seconds = min(_LOOK_SECONDS, lease_seconds / 3)
+        self._has_begun = False
 
     def start(self) -> None:
         """Run the coordinator in a new thread until `stop` is called."""
         self._thread = threading.Thread(target=self._run, name="outbox-coordinator", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Release all queues and leave the groups."""
+    def stop(self, lent: BrokerConnection | None = None) -> None:
+        """Release all queues and leave the groups, on the coordinator's connection; if there is none, on `lent`."""
         self._stopping.set()
         self._ownership.wake_coordinator()
         if self._thread is not None:
             # Each round of the coordinator ends at its deadline at the latest, so the thread ends soon.
             self._thread.join()
         with contextlib.suppress(psycopg.Error, BrokerUnavailable):
-            self._leave()
+            self._leave(lent)
         self._disconnect()
         self._note.worked()
 
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._has_begun:
+            # A queue that is handed back does not end this pause, or each pass would connect before it leaves.
+            self._stopping.wait(self._pause_seconds)
         while not self._stopping.is_set():
             try:
                 self.run_once()
@@ -248,19 +258,22 @@ class Coordinator:
                 logger.error("the coordinator failed to keep the leases, trying again", exc_info=printable(error))
                 self._disconnect()
                 self._drop_untrusted()
-            self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))
+            self._ownership.wait(self._pause_seconds)
 
-    def run_once(self) -> None:
+    def run_once(self, lent: BrokerConnection | None = None) -> None:
         """Run one round: renew membership and leases if due, release queues, and acquire this process's share.
 
-        Raises BrokerUnavailable if the database does not answer within a lease term, even if a statement only waits for
-        a lock. Without a limit of one lease term, the leases could expire while the coordinator waits for the database.
+        It uses the connection `lent`, or else its own. Raises BrokerUnavailable if the database does not answer within
+        a lease term, even if a statement only waits for a lock. Without a limit of one lease term, the leases could
+        expire while the coordinator waits for the database.
         """
-        with self._connected().within(time.monotonic() + self._term) as connection:
+        self._has_begun = True
+        with (lent or self._connected()).within(time.monotonic() + self._term) as connection:
             self._turn(Executor(connection, self._database.schema))
 
     def _turn(self, run: Executor) -> None:
-        if self._is_new:
+        # The timeouts of a connection that is lent are those of its owner.
+        if self._is_new and run.connection is self._connection:
             self._is_lifted = timeouts.lift_where_direct(run.connection)
             self._is_new = False
         life = self._current_life(run)
@@ -495,11 +508,13 @@ class Coordinator:
             self._queues[lease.key] = queue
             self._ownership.emit(QueueAcquired(queue))
 
-    def _leave(self) -> None:
+    def _leave(self, lent: BrokerConnection | None) -> None:
         """Release all leases and leave the groups. Each queue of this process is already drained or lost."""
         for lease in self._ownership.handed_back():
             self._leases.setdefault(lease.key, lease)
-        with self._connected().within(time.monotonic() + self._term) as connection:
+        if lent is None or lent.closed or self._connection is not None:
+            lent = self._connected()
+        with lent.within(time.monotonic() + self._term) as connection:
             run = Executor(connection, self._database.schema)
             if self._leases:
                 leases.release(run, self._instance, list(self._leases.values()))

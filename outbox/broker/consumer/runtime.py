@@ -39,7 +39,7 @@ from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.scheduler import STUCK_LIMIT
 from outbox.broker.database import timeouts
-from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.database.sender import AfterTick
@@ -247,9 +247,11 @@ class ConsumerSession:
         """
         return self._ownership.is_outdated or self.dispatcher.hung != ""
 
-    def bound(self) -> None:
-        """From now on, fetch only the messages that are in the queues now."""
+    def begin_pass(self) -> None:
+        """Acquire queues, and from now on fetch only the messages that are in the queues now."""
+        self.coordinator.run_once(self._lent())
         self.dispatcher.bound(self._run_in_current_life())
+        self.coordinator.start()
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
         """Make steps and wait between them, until the function `until` returns True after a step.
@@ -300,7 +302,7 @@ class ConsumerSession:
             return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
 
         self.loop(until=over)
-        self.coordinator.stop()
+        self.coordinator.stop(self._lent())
         self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
         self._disconnect()
         self.wake_up.close()
@@ -367,6 +369,11 @@ class ConsumerSession:
             self.dispatcher.enter_life(lives.current(run))
             self._is_new = False
         return run
+
+    def _lent(self) -> BrokerConnection | None:
+        """Return the connection that the coordinator may use while this thread waits for it."""
+        connection = self._run.connection if self._run is not None else None
+        return connection if isinstance(connection, BrokerConnection) else None
 
     def _connected(self) -> Executor:
         """Return the connection of the dispatching thread.
@@ -573,9 +580,7 @@ class ConsumerRuntime:
         session = self._session()
         try:
             with naming("consuming", self._database.schema):
-                session.coordinator.run_once()
-                session.bound()
-                session.coordinator.start()
+                session.begin_pass()
                 session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
         finally:
             session.finish()

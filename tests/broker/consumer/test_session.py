@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import psycopg
 import pytest
 
-from outbox.broker.consumer import runtime
+from outbox.broker.consumer import coordinator, runtime
 from outbox.broker.consumer.fetch import Fetcher, Row
 from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.runtime import ConsumerSession
@@ -15,6 +16,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.codec import Codecs
+from outbox.message import Delivery
 from outbox.ports import call_handler
 from outbox.subscription import Subscription
 from tests.broker.bench import ConsumptionBench, Seen, keyed
@@ -69,3 +71,36 @@ def test_of_many_queues_only_those_that_have_grown_are_read(
             eventually(lambda count=count: len(seen.ns) == count)  # type: ignore[misc]
             # The first tick cannot know what was announced before.
             assert [len(queues) for queues in asked] == [32 if count == 1 else 1]
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+def test_the_coordinator_connects_only_in_a_pass_that_outlasts_its_round(
+    is_long: bool, bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long pass renews its leases on another session; every pass gives up its leases and leaves."""
+    bench.declare("orders", queues=1)
+    bench.publish(keyed("orders", 2, 2))
+    names: list[str] = []
+    real = BrokerDatabase.open
+
+    def opening(self: BrokerDatabase, **options: Any) -> BrokerConnection:
+        names.append(options.get("name", ""))
+        return real(self, **options)
+
+    monkeypatch.setattr(BrokerDatabase, "open", opening)
+    ends = "SELECT expires_at FROM outbox.queue_lease WHERE owner IS NOT NULL AND expires_at > clock_timestamp()"
+    seen: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        if is_long:
+            for _ in range(3):
+                [before] = bench.rows(ends)
+                eventually(lambda before=before: bench.rows(ends) not in ([], [before]), what="a renewal")  # type: ignore[misc]
+        seen.append(delivery.body["n"])
+
+    subscription = Subscription(topic="orders", group="g", threads=1)
+    runtime = bench.runtime((subscription, handle), lease_seconds=1.5 if is_long else 600.0)
+    monkeypatch.setattr(coordinator, "_LOOK_SECONDS", coordinator._LOOK_SECONDS if is_long else 600.0)
+    assert runtime.run_once().handled == len(seen) == 2
+    assert ("outbox-coordinator" in names) == is_long
+    assert bench.rows(ends) == bench.rows("SELECT * FROM outbox.consumer") == []
