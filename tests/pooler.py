@@ -6,21 +6,26 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from tests.documents import ROOT
+from tests.servers import free_ports
 from tests.support import eventually, let_in, let_through
 
 # The system's package, and the newer version that `.ci/pgbouncer` unpacks.
 PROGRAM = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
-UNPACKED = Path(__file__).parent.parent / "var" / "pgbouncer" / "pgbouncer"
+UNPACKED = ROOT / "var" / "pgbouncer" / "pgbouncer"
 NEW_PROGRAM = os.environ.get("OUTBOX_PGBOUNCER") or (str(UNPACKED) if UNPACKED.exists() else None)
+# The file of the deployment kit.
+KIT = ROOT / "deploy" / "pgbouncer.ini"
 _PORT = 6432
 _SETTINGS = """
 [databases]
@@ -36,7 +41,6 @@ pool_mode = transaction
 server_login_retry = 1
 default_pool_size = {size}
 max_client_conn = 1000
-user = {run_as}
 pidfile = {folder}/pgbouncer.pid
 """
 
@@ -91,15 +95,15 @@ class Pooler:
         self._folder = folder
         self._settings = folder / "pgbouncer.ini"
         given = conninfo_to_dict(url)
-        run_as = Path(str(given["host"])).owner()
-        let_in(url, run_as)
+        self._run_as = Path(str(given["host"])).owner()
+        let_in(url, self._run_as)
         # It refuses to run as root, so it runs as the server's user, who may enter the folder of its socket.
         let_through(folder)
         user = str(given.get("user", "postgres"))
         (folder / "users").write_text("".join(f'"{name}" ""\n' for name in (user, *logins)))
         settings = _SETTINGS.format(
             host=given["host"], port=given.get("port", 5432), as_user="" if logins else f"user={user}", folder=folder,
-            authentication="trust" if logins else "any", own_port=_PORT, size=size, run_as=run_as,
+            authentication="trust" if logins else "any", own_port=_PORT, size=size,
         )  # fmt: skip
         self._settings.write_text(settings + version.settings)
         self.url = make_conninfo(url, host=str(folder), port=str(_PORT))
@@ -108,7 +112,8 @@ class Pooler:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([self._program, str(self._settings)], stdout=log, stderr=log)
+            command = [self._program, "-u", self._run_as, str(self._settings)]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         eventually(self._answers, what=self.log)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> None:
@@ -129,6 +134,67 @@ class Pooler:
         except psycopg.OperationalError:
             return False
         return True
+
+
+class KitPooler(Pooler):
+    """A PgBouncer with deploy/pgbouncer.ini: only addresses, folder and names of the databases are those of the test.
+
+    `databases`: the databases of the file, and those of the test. `user`: a login of the file `userlist.txt` in the
+    folder, and `password` its password.
+    """
+
+    def __init__(
+        self, url: str, folder: Path, *, databases: Mapping[str, str], user: str, password: str, version: Version
+    ) -> None:
+        super().__init__(url, folder, size=1, version=version)
+        [self.port] = free_ports(1)
+        given = conninfo_to_dict(url)
+        changes = {
+            "host=db1 port=5432": f"host={given['host']} port={given.get('port', 5432)}",
+            f"listen_port = {_PORT}": f"listen_port = {self.port}",
+            "/etc/pgbouncer/": f"{folder}/",
+            **{f"dbname={name}\n": f"dbname={database}\n" for name, database in databases.items()},
+        }
+        if version.prepared_statements is not None:
+            changes[";max_prepared_statements"] = "max_prepared_statements"
+        text = KIT.read_text()
+        for written, of_test in changes.items():
+            assert written in text
+            text = text.replace(written, of_test)
+        self._settings.write_text(text)
+        self.url = make_conninfo(
+            host="127.0.0.1", port=self.port, dbname=next(iter(databases)), user=user, password=password
+        )  # fmt: skip
+
+
+@contextmanager
+def login_with_password(url: str) -> Iterator[tuple[str, str]]:
+    """A login with all rights, and its password, for which the server asks."""
+    name, password = f"shop_{os.getpid()}", "of-the-test"
+    with psycopg.connect(url, autocommit=True) as connection:
+        [place] = connection.execute("SHOW hba_file").fetchone() or ("",)
+        rules = Path(place)
+        before = rules.read_text()
+        connection.execute(
+            sql.SQL("CREATE ROLE {} SUPERUSER LOGIN PASSWORD {}").format(sql.Identifier(name), sql.Literal(password))
+        )
+        try:
+            rules.write_text(f'local all "{name}" scram-sha-256\n{before}')
+            connection.execute("SELECT pg_reload_conf()")
+            eventually(lambda: _needs_password(make_conninfo(url, user=name)))
+            yield name, password
+        finally:
+            rules.write_text(before)
+            connection.execute("SELECT pg_reload_conf()")
+            connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+def _needs_password(url: str) -> bool:
+    try:
+        psycopg.connect(url).close()
+    except psycopg.OperationalError as error:
+        return "password" in str(error)
+    return False
 
 
 @contextmanager

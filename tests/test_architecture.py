@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "maintainers" / "architecture.md"
-_INTERNALS = ("check-back", "consuming", "layers", "reader-trial", "reconciliation", "states", "storage")
+_INTERNALS = ("check-back", "consuming", "layers", "reconciliation", "states", "storage")
 PAGES = [
     PAGE,
     *(ROOT / "docs" / "maintainers" / f"{name}.md" for name in _INTERNALS),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,17 @@ from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.processes import process
+from tests.django.sessions import close_sessions
 from tests.django.shop.models import Effect, Order
 from tests.django.state import postgres_broker, stored
 from tests.django.support import sequence
 from tests.django.test_crash_workers import assert_nothing_is_wrong, expected, settled, work
 from tests.django.test_crash_workers import effects as effects_so_far
 from tests.django.test_worker import _children as children
+from tests.documents import DOCS, blocks
 from tests.part_apps import has
-from tests.pooler import EVERY_VERSION, VERSIONS, Pooler, Version
+from tests.pooler import EVERY_VERSION, VERSIONS, KitPooler, Pooler, Version
+from tests.runbooks.machine import binaries
 from tests.support import eventually
 
 OLD = VERSIONS["old"]
@@ -50,15 +54,22 @@ def behind(server_url: str, version: Version, *, size: int = 4, logins: Collecti
     with (
         tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
         pooler.running(server_url, Path(folder), size=size, version=version, logins=logins) as running,
-        pytest.MonkeyPatch.context() as patch,
+        _leading_to({alias: {"HOST": folder, "PORT": "6432"} for alias in ("default", "broker")}),
     ):
+        yield running
+
+
+@contextlib.contextmanager
+def _leading_to(addresses: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
+    """Change the entries of aliases in DATABASES, and connect anew before and after."""
+    with pytest.MonkeyPatch.context() as patch:
         _connect_anew()
-        for alias in ("default", "broker"):
+        for alias, address in addresses.items():
             for settings in (connections[alias].settings_dict, connections.settings[alias]):
-                patch.setitem(settings, "HOST", folder)
-                patch.setitem(settings, "PORT", "6432")
+                for key, value in address.items():
+                    patch.setitem(settings, key, value)
         try:
-            yield running
+            yield
         finally:
             _connect_anew()
 
@@ -72,6 +83,8 @@ def _connect_anew() -> None:
     broker_access.flush(within_seconds=5)
     broker_access.reset_broker()
     connections.close_all()
+    # From 1.23 on, PgBouncer ends after its last client.
+    close_sessions()
 
 
 @pytest.fixture
@@ -106,6 +119,42 @@ def test_publish_sequence_and_consume(
             assert worked
             assert effects() == [f"n{one}" for one in range(number + 1)], counts
     assert {one.decision for one in stored()} == {"C"}
+
+
+@pytest.mark.parametrize("version", EVERY_VERSION[:2])
+def test_the_file_of_the_deployment_kit(
+    version: Version,
+    databases: None,
+    server_url: str,
+    outbox_settings: Callable[..., None],
+    effects: Callable[[], list[str]],
+) -> None:
+    """The page's command writes the secrets, both databases ask for them, and only LISTEN goes around the pooler."""
+    aliases = {"shop": "default", "broker": "broker"}
+    names = {name: str(connections[alias].settings_dict["NAME"]) for name, alias in aliases.items()}
+    [command] = [code for code in blocks(DOCS / "operations" / "connections.md", "sh") if "userlist.txt" in code]
+    with (
+        tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
+        pooler.login_with_password(server_url) as (user, password),
+    ):
+        programs = {"PATH": f"{binaries()}{os.pathsep}{os.environ['PATH']}", "ADMIN_URL": server_url}
+        command = command.replace("/etc/pgbouncer/", f"{folder}/")
+        subprocess.run(["bash", "-euc", command], env={**os.environ, **programs}, check=True)
+        straight = make_conninfo(alias_conninfo("broker"), user=user, password=password)
+        outbox_settings(LISTEN_URL=straight)
+        pool = KitPooler(server_url, Path(folder), databases=names, user=user, password=password, version=version)
+        address = {"HOST": "127.0.0.1", "PORT": str(pool.port), "USER": user, "PASSWORD": password}
+        pool.start()
+        try:
+            with _leading_to({alias: {**address, "NAME": name} for name, alias in aliases.items()}):
+                place("n1")
+                sequence()
+                worked, counts = entry_points.say("a consumer")
+                assert worked and effects() == ["n1"], counts
+                assert [one.decision for one in stored()] == ["C"]
+        finally:
+            pool.stop()
+        assert [name for name in names if f"db={name} user={user}" not in pool.log()] == []
 
 
 @pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")

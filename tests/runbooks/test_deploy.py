@@ -100,15 +100,35 @@ def test_every_command_line_is_accepted(name: str) -> None:
             parsed(Command(DEPLOY, tuple(words)))
 
 
+@pytest.mark.parametrize("name", [unit.name for unit in UNITS if "/bin/celery " in unit.read_text()])
+def test_celery_accepts_the_command_lines_of_its_units(name: str) -> None:
+    # Whose worker has the options of outbox.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OUTBOX_BROKER_URL": "postgresql://shop@/shop?host=/run"}
+
+    def code(words: list[str]) -> int:
+        command = [sys.executable, "-m", "celery", *words, "--help"]
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False).returncode
+
+    [[_, *words]] = command_lines()[name]
+    words[words.index("shop")] = "tests.celery.app"
+    assert code(words) == 0
+    assert code([*words, "--outbux"]) == 2
+
+
+def test_the_pages_name_every_unit_and_the_file_of_the_pooler() -> None:
+    assert [unit.stem for unit in UNITS if f"`{unit.stem}`" not in PAGE.read_text()] == []
+    assert "`deploy/pgbouncer.ini`" in (DOCS / "operations" / "connections.md").read_text()
+
+
 def test_every_file_waits_longer_than_a_worker_drains() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     [worker] = [one for one, container in containers() if "outbox_worker" in container["command"]]
     waits = [
-        float(systemctl.unit("shop-worker")["TimeoutStopSec"][0]),
+        *(float(systemctl.unit(name)["TimeoutStopSec"][0]) for name in ("shop-worker", "shop-celery")),
         float(compose["services"]["worker"]["stop_grace_period"].removesuffix("s")),
         float(pod(worker)["terminationGracePeriodSeconds"]),
     ]
-    assert [wait > DRAIN_SECONDS for wait in waits] == [True] * 3
+    assert [wait > DRAIN_SECONDS for wait in waits] == [True] * 4
 
 
 def test_the_autoscaler_asks_the_figure_of_the_dashboard() -> None:
