@@ -184,7 +184,3 @@ class Snapshot:
     def text(self) -> str:
         """The text form of pg_snapshot."""
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
-
-    def sees(self, xid: int) -> bool:
-        """Whether the snapshot sees a transaction."""
-        return xid < self.xmax and xid not in self.in_progress
