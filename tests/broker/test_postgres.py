@@ -20,58 +20,18 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
-from outbox.broker.operations import changes
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
     InvalidMessage,
-    MessageTypeMismatch,
     SchemaError,
     SendFailed,
-    TransactionalMessagesRejected,
-    UnknownTopic,
 )
 from outbox.topic import Topic
 from tests.broker.support import TOPICS, drain, end, half, message, new_sequencer, queued_ids, wire
 from tests.support import eventually
-
-
-def test_the_operator_switches_transactional_messages_off(broker: PostgresBroker, connection: BrokerConnection) -> None:
-    stored = half()
-    broker.send_half(stored)
-    run = Executor(connection, "outbox")
-    assert changes.reject_transactional(run, True)
-    assert not changes.reject_transactional(run, True), "it is so already"
-    with pytest.raises(TransactionalMessagesRejected):
-        broker.send_half(half())
-    with pytest.raises(TransactionalMessagesRejected):
-        broker.send_half(half(message(), message()))
-    for refused in ([message()], [message(), message()]):
-        with pytest.raises(TransactionalMessagesRejected), connection.transaction():
-            commit_log.append_decided(run, broker.catalog, refused, producer_group="shop", transactional=True)
-    broker.send([message()])
-    broker.end([end(stored.transaction_id)])
-    assert changes.reject_transactional(run, False)
-    broker.send_half(half())
-
-
-def test_a_batch_with_a_stored_message_stores_the_other_messages(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    new, stored, also_new = message(), message(), message()
-    [receipt] = broker.send([stored])
-    receipts = broker.send([new, stored, also_new])
-    assert [one.message_id for one in receipts] == [new.message_id, stored.message_id, also_new.message_id]
-    assert receipts[1] == receipt
-    drain(new_sequencer(database), connection)
-    assert len(queued_ids(connection, "orders")) == 3
-
-
-def test_an_unknown_topic_names_the_nearest(broker: PostgresBroker) -> None:
-    with pytest.raises(UnknownTopic, match="Did you mean 'orders'"):
-        broker.send([message("order")])
 
 
 def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: BrokerConnection) -> None:
@@ -107,13 +67,6 @@ def test_a_topic_that_a_restore_took_away_takes_no_message(
             commit_log.append_decided(run, broker.catalog, several, transactional=True)
     assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (2,)
     assert broker.send([kept])[0].position is not None
-
-
-def test_topic_types_are_enforced(broker: PostgresBroker) -> None:
-    with pytest.raises(MessageTypeMismatch):
-        broker.send_half(half(message("plain")))
-    with pytest.raises(InvalidMessage, match="needs a key"):
-        broker.send([message("ordered")])
 
 
 def test_a_database_without_the_tables(new_database: object, server_url: str) -> None:

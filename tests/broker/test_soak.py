@@ -18,7 +18,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.checkback import CheckBack
 from outbox.errors import BrokerError
 from outbox.transaction import Answer, Check, Decision
-from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, process, queued, queued_ids
+from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, process, queued_ids
 from tests.support import eventually
 
 pytestmark = pytest.mark.soak
@@ -106,38 +106,3 @@ def test_pg_terminate_backend_twice_a_second(database: BrokerDatabase, connectio
     assert set(found) <= sent | unsure
     assert_gapless(connection)
     assert count_messages(Executor(connection, "outbox")).differences() == []
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_histories_keep_every_key_in_order(
-    seed: int, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    rng = random.Random(seed)
-    leaders = [(new_sequencer(database, batch=rng.choice([1, 5, 1000])), database.open()) for _ in range(2)]
-    sent: dict[str, list[UUID]] = {key: [] for key in "abcd"}
-    undecided: list[UUID] = []
-    rolled_back: set[UUID] = set()
-    for _ in range(600):
-        key = rng.choice("abcd")
-        choice = rng.random()
-        if choice < 0.4:
-            one = half(message("ordered", key=key))
-            broker.send_half(one)
-            sent[key].append(one.transaction_id)
-            undecided.append(one.transaction_id)
-        elif choice < 0.85 and undecided:
-            decided = undecided.pop(rng.randrange(len(undecided)))
-            decision = rng.choice([Decision.COMMIT, Decision.ROLLBACK])
-            broker.end([end(decided, decision)])
-            if decision is Decision.ROLLBACK:
-                rolled_back.add(decided)
-        else:
-            sequencer, own = rng.choice(leaders)
-            sequencer.run_once(own)
-    broker.end([end(one) for one in undecided])
-    drain(*leaders[0])
-    entries = queued(connection)
-    for key, ids in sent.items():
-        assert [entry.message_id for entry in entries if entry.key == key] == [i for i in ids if i not in rolled_back]
-    for _, own in leaders:
-        own.close()

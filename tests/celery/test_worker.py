@@ -134,52 +134,6 @@ def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, st
     eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 
-def test_killed_children_are_restarted_and_continue(
-    url: str, broker: PostgresBroker, start: Callable[..., Worker]
-) -> None:
-    worker = start("--outbox")
-    first = both_children(worker)
-    for pid in first.values():
-        os.kill(pid, signal.SIGKILL)
-    second = eventually(
-        lambda: both_children(worker) if not set(worker.children().values()) & set(first.values()) else {}
-    )
-    assert set(second) == set(first)
-    sent = broker.send([message() for _ in range(20)])
-    eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
-
-
-@pytest.mark.soak
-def test_a_message_that_kills_its_process_is_given_up(
-    url: str, broker: PostgresBroker, start: Callable[..., Worker]
-) -> None:
-    worker = start("--outbox")
-    both_children(worker)
-    sent = broker.send([message(kills="yes" if n == 5 else "") for n in range(20)])
-    innocent = {receipt.message_id for n, receipt in enumerate(sent) if n != 5}
-    eventually(lambda: dead_letters(url) == {sent[5].message_id}, within_seconds=90, what=worker.log.read_text)
-    eventually(lambda: handled(url) == innocent, within_seconds=40, what=worker.log.read_text)
-
-
-@pytest.mark.soak
-def test_handlers_that_hang_are_restarted_and_given_up(
-    url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than the bootstep's process can replace threads for."""
-    monkeypatch.setenv("OUTBOX_TEST_TIMEOUT_SECONDS", "0.5")
-    worker = start("--outbox")
-    both_children(worker)
-    sent = broker.send([message(hangs="yes" if n < 10 else "") for n in range(20)])
-    eventually(
-        lambda: handled(url) == {receipt.message_id for receipt in sent[10:]},
-        within_seconds=90,
-        what=worker.log.read_text,
-    )
-    eventually(lambda: "because handlers hang (exit code 3)" in worker.log.read_text(), within_seconds=90)
-    worker.process.terminate()
-    assert worker.process.wait(40) == 0, worker.log.read_text()
-
-
 def test_killed_worker_takes_its_children_with_it(broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     worker = start("--outbox")
     children = both_children(worker)

@@ -35,15 +35,12 @@ def supervisor() -> Iterator[Supervisor]:
     supervisor.stop()
 
 
-def test_dead_child_is_restarted_and_the_other_left_alone(supervisor: Supervisor) -> None:
+def test_dead_child_is_restarted_the_other_left_alone_and_both_drained(supervisor: Supervisor) -> None:
     before = eventually(lambda: supervisor.pids() if len(supervisor.pids()) == 2 else {})
+    assert {os.getsid(pid) for pid in before.values()} == set(before.values()), "each leads a session of its own"
     os.kill(before["one"], signal.SIGKILL)
     after = eventually(lambda: pids if (pids := supervisor.pids()).get("one", before["one"]) != before["one"] else {})
     assert after["two"] == before["two"]
-
-
-def test_stop_drains_all(supervisor: Supervisor) -> None:
-    eventually(lambda: len(supervisor.pids()) == 2)
     supervisor.stop()
     assert supervisor.pids() == {}
 
@@ -56,11 +53,6 @@ def test_child_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     eventually(mark.exists)
     supervisor.stop()
     assert supervisor.pids() == {}
-
-
-def test_child_leads_its_own_session(supervisor: Supervisor) -> None:
-    pids = eventually(lambda: supervisor.pids() if len(supervisor.pids()) == 2 else {})
-    assert {os.getsid(pid) for pid in pids.values()} == set(pids.values())
 
 
 def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:

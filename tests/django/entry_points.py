@@ -123,6 +123,12 @@ DECLARED: Final = [
     and not any(line.startswith(one.command) for line in (*READING, *CHANGING))
 ]
 ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING, *DECLARED]
+# One of each way to the broker.
+OF_EACH_KIND: Final = (
+    *("publish", "publish in a block", "transactional_message", "recall", "run_check_back", "run_prune", "a consumer"),
+    *("outbox_status", "outbox_doctor", "outbox_message list --key k", "outbox_audit", "outbox_worker --drain"),
+    *("outbox_topic create another", "outbox_transaction reject", "check --database=broker"),
+)
 
 
 def say(entry_point: str) -> tuple[bool, str]:

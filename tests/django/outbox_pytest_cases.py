@@ -13,6 +13,18 @@ from tests.django.outbox_cases import effects, place
 from tests.django.state import rolled_back
 
 
+def test_no_broker_without_the_mark() -> None:
+    with pytest.raises(ConfigurationError, match="IN_MEMORY"):
+        publish("orders", {}, key="leak", at_once=True)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_no_broker_with_other_databases_only() -> None:
+    for work in (lambda: place("leak"), lambda: publish("orders", {}, key="leak", at_once=True)):
+        with pytest.raises(ConfigurationError, match="IN_MEMORY"):
+            work()
+
+
 @pytest.mark.parametrize("number", ["1", "2"])
 def test_in_memory(outbox: InMemoryOutbox, number: str) -> None:
     place(number)

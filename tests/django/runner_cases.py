@@ -1,4 +1,4 @@
-"""Tests of an imaginary application, run by `manage.py test` in test_in_tests.py: the broker that each may reach."""
+"""Tests of an imaginary application, for test_application_tests.py: the broker that each of them may reach."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outbox.contrib.django.testing import OutboxTestMixin
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import ConfigurationError, OutboxError
+from tests.django.sessions import close_sessions
 from tests.django.shop.models import Order
 from tests.django.state import decisions
 
@@ -110,6 +111,7 @@ class WithItsOwnBroker(TransactionTestCase):
     databases = {"default", "broker"}  # noqa: RUF012
 
     def test_publishing(self) -> None:
+        self.addCleanup(close_sessions)
         assert str(connections["broker"].settings_dict["NAME"]).startswith("test_")
         place()
         publish("orders", {}, key="plain", at_once=True)

@@ -58,11 +58,6 @@ def run_pytest(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_manage_py_test() -> None:
-    assert "Ran 9 tests" in run("django", "test", "--noinput", "tests.django.outbox_cases")
-
-
-@pytest.mark.slow
 def test_manage_py_test_in_parallel() -> None:
     assert "Ran 9 tests" in run("django", "test", "--noinput", "--parallel=2", "tests.django.outbox_cases")
 
@@ -74,13 +69,23 @@ def test_with_a_listen_url_of_the_development_broker() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("last", ["Unguarded", "WithItsOwnBroker"])
+def test_no_test_reaches_the_broker_of_the_settings(last: str) -> None:
+    """Without a test database for the broker, and with one that some tests ask for."""
+    names = ("Plain", "InMemory", "Live", "Simple", last)
+    cases = [f"tests.django.runner_cases.{name}" for name in names]
+    assert "Ran 7 tests" in run("django", "test", "--noinput", *cases)
+
+
+@pytest.mark.slow
 def test_pytest(tmp_path: Path) -> None:
-    assert "11 passed" in run_pytest(tmp_path)
+    assert "13 passed" in run_pytest(tmp_path)
+    assert "2 passed" in run_pytest(tmp_path, "-k", "no_broker"), "no test asks for a test database of the broker"
 
 
 @pytest.mark.soak
 def test_pytest_with_xdist(tmp_path: Path) -> None:
-    assert "11 passed" in run_pytest(tmp_path, "-n", "2")
+    assert "13 passed" in run_pytest(tmp_path, "-n", "2")
 
 
 def test_no_session_is_left_where_the_runner_drops_databases(databases: None) -> None:

@@ -132,7 +132,7 @@ def routes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("routes")
-def test_requests_side_by_side_in_one_loop(path: str) -> None:
+def test_requests_side_by_side_in_one_loop() -> None:
     async def requests() -> set[int]:
         client = AsyncClient()
         responses = await asyncio.gather(*(client.post(f"/place/n{number}") for number in range(10)))

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.contrib.admin import AdminSite, ModelAdmin
-from django.core.management import BaseCommand, call_command
 from django.db import connections, transaction
-from django.db.models import QuerySet
-from django.db.models.signals import post_save
 from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse
-from django.test import AsyncClient, Client, RequestFactory, TestCase, TransactionTestCase, override_settings
+from django.test import AsyncClient, Client, TestCase, TransactionTestCase, override_settings
 from django.urls import path as route
 
 from outbox import Delivery
@@ -38,8 +33,7 @@ from outbox.errors import InvalidName, TransactionRequired, TransactionUsageErro
 from outbox.hooks import Option
 from tests.django import test_claims, test_inbox
 from tests.django.shop.models import Effect, Order
-from tests.django.state import decisions, rolled_back
-from tests.django.urls import Refused
+from tests.django.state import decisions
 
 CALLS: dict[str, Callable[..., object]] = {
     "publish": lambda **given: publish("orders", {}, key="k", **given),
@@ -74,7 +68,7 @@ def place(number: str, **given: Any) -> None:
 # -- the six calls ---------------------------------------------------------------------------------
 
 
-def test_each_call_is_refused_outside_and_sends_with_at_once(path: str) -> None:
+def test_each_call_is_refused_outside_and_sends_with_at_once(empty_log: None) -> None:
     for name, call in CALLS.items():
         with pytest.raises(TransactionRequired, match=OUTSIDE):
             call()
@@ -84,7 +78,7 @@ def test_each_call_is_refused_outside_and_sends_with_at_once(path: str) -> None:
     assert decisions() == {"k": "C"}
 
 
-def test_at_once_inside_a_transaction_is_refused_and_marks_the_block(path: str) -> None:
+def test_at_once_inside_a_transaction_is_refused_and_marks_the_block(empty_log: None) -> None:
     for name, call in CALLS.items():
         with transaction.atomic():
             Order.objects.create(number=name)
@@ -106,7 +100,7 @@ def test_the_messages_of_a_fenced_producer(path: str) -> None:
     assert sent() == ["alone", "inside"]
 
 
-def test_another_alias_is_not_in_the_transaction(path: str) -> None:
+def test_another_alias_is_not_in_the_transaction(empty_log: None) -> None:
     """A transaction on one alias is none for a message that names another one."""
     with transaction.atomic():
         Order.objects.create(number="kept")
@@ -132,7 +126,7 @@ class Kept(Option):
     is_kept: ClassVar[bool] = True
 
 
-def test_an_option_of_a_transaction_is_refused_with_at_once(path: str) -> None:
+def test_an_option_of_a_transaction_is_refused_with_at_once(empty_log: None) -> None:
     cases: list[tuple[list[Option], dict[str, Any], str]] = [
         ([Kept()], {}, r"Kept\(\) for topic 'orders' needs a transaction"),
         ([], {"immunity_seconds": 9}, "immunity_seconds=9 for topic 'orders' applies to a transaction"),
@@ -145,32 +139,6 @@ def test_an_option_of_a_transaction_is_refused_with_at_once(path: str) -> None:
 
 
 # -- the places of Django --------------------------------------------------------------------------
-
-
-class Cashier(ModelAdmin[Order]):
-    """Actions that an operator runs on chosen orders."""
-
-    def pay(self, request: HttpRequest, chosen: QuerySet[Order]) -> None:
-        for order in chosen:
-            publish("orders", {}, key=order.number)
-            order.status = "paid"
-            order.save()
-            raise Refused
-
-    @transaction.atomic
-    def pay_in_a_transaction(self, request: HttpRequest, chosen: QuerySet[Order]) -> None:
-        self.pay(request, chosen)
-
-
-def test_an_admin_action_that_fails_after_publish(path: str) -> None:
-    Order.objects.create(number="7")
-    cashier, request = Cashier(Order, AdminSite()), RequestFactory().post("/")
-    with pytest.raises(TransactionRequired):
-        cashier.pay(request, Order.objects.all())
-    with pytest.raises(Refused):
-        cashier.pay_in_a_transaction(request, Order.objects.all())
-    assert Order.objects.get().status == "new"
-    assert sent() == []
 
 
 def view(request: HttpRequest, number: str) -> HttpResponse:
@@ -187,7 +155,7 @@ urlpatterns = [route("view/<number>", view), route("async/<number>", async_view)
 
 
 @override_settings(ROOT_URLCONF=__name__)
-def test_a_view_with_and_without_atomic_requests(path: str) -> None:
+def test_a_view_with_and_without_atomic_requests(empty_log: None) -> None:
     with pytest.raises(TransactionRequired, match=OUTSIDE):
         Client().post("/view/off")
     connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
@@ -200,7 +168,7 @@ def test_a_view_with_and_without_atomic_requests(path: str) -> None:
 
 
 @override_settings(ROOT_URLCONF=__name__)
-def test_an_async_view(path: str) -> None:
+def test_an_async_view(empty_log: None) -> None:
     with pytest.raises(TransactionRequired, match=OUTSIDE):
         async_to_sync(AsyncClient().post)("/async/refused")
     assert async_to_sync(AsyncClient().post)("/async/sent?at_once").status_code == 201
@@ -219,48 +187,6 @@ def test_on_commit_callbacks_run_after_the_transaction(path: str) -> None:
         transaction.on_commit(lambda: publish("orders", {}, key="sent", at_once=True))
         transaction.on_commit(transaction.atomic(lambda: place("2")))
     assert (orders(), sent()) == (["1", "2"], ["2", "sent"])
-
-
-def test_signal_handlers_run_in_the_transaction_of_the_save_if_there_is_one(path: str) -> None:
-    def announce(instance: Order, **_: Any) -> None:
-        publish("orders", {}, key=instance.number)
-
-    post_save.connect(announce, sender=Order)
-    try:
-        with pytest.raises(TransactionRequired, match=OUTSIDE):
-            Order.objects.create(number="alone")
-        with transaction.atomic():
-            Order.objects.create(number="inside")
-        with rolled_back():
-            Order.objects.create(number="undone")
-    finally:
-        post_save.disconnect(announce, sender=Order)
-    # Django's save() had committed the row when it called the receiver.
-    assert (orders(), sent()) == (["alone", "inside"], ["inside"])
-
-
-class Command(BaseCommand):
-    """A command of an application; Django opens no transaction around `handle`."""
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        publish("orders", {}, key="refused")
-
-
-class AtomicCommand(BaseCommand):
-    @transaction.atomic
-    def handle(self, *args: Any, **options: Any) -> None:
-        publish("orders", {}, key="command")
-
-
-def test_management_commands_and_the_shell(path: str) -> None:
-    with pytest.raises(TransactionRequired, match=OUTSIDE):
-        call_command(Command())
-    call_command(AtomicCommand())
-    line = "from outbox.contrib.django import publish; publish('orders', {}, key='shell'"
-    with pytest.raises(TransactionRequired, match=OUTSIDE):
-        call_command("shell", command=f"{line})", stdout=io.StringIO())
-    call_command("shell", command=f"{line}, at_once=True)", stdout=io.StringIO())
-    assert sent() == ["command", "shell"]
 
 
 # -- handlers --------------------------------------------------------------------------------------
@@ -354,7 +280,7 @@ def test_key_none_of_publish_many_is_no_key() -> None:
     assert decisions() == {"": "C"}
 
 
-def test_the_next_error_of_a_block_names_the_refused_publish(path: str) -> None:
+def test_the_next_error_of_a_block_names_the_refused_publish(empty_log: None) -> None:
     with transaction.atomic():
         with contextlib.suppress(UnknownTopic):
             publish("nowhere", {}, key="first")

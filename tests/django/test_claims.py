@@ -154,47 +154,6 @@ def test_finish_fails_if_a_block_inside_it_is_left_open(alias: str, is_watched: 
     assert numbers(alias) == ["next"]
 
 
-def test_a_handler_that_returns_without_finish_is_done(alias: str) -> None:
-    calls: list[str] = []
-
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        calls.append(given.key)
-
-    once = delivery()
-    assert [run(once), run(once)] == [HANDLED, SKIPPED]
-    assert calls == ["one"]
-
-
-def test_an_error_in_finish_leaves_nothing_and_the_message_can_be_claimed_at_once(alias: str) -> None:
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        with given.finish():
-            Effect.objects.using(alias).create(number=given.key)
-            if not refused:
-                refused.append(True)
-                raise Refused
-
-    refused: list[bool] = []
-    once = delivery()
-    assert isinstance(run(once), Refused)
-    assert (numbers(alias), InboxEntry.objects.using(alias).count()) == ([], 0)
-    assert run(once) == HANDLED
-    assert numbers(alias) == ["one"]
-
-
-def test_an_error_after_finish_does_not_repeat_the_handler() -> None:
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        with given.finish():
-            Effect.objects.create(number=given.key)
-        raise Refused
-
-    once = delivery()
-    assert [run(once), run(once)] == [HANDLED, SKIPPED]
-    assert numbers() == ["one"]
-
-
 @pytest.mark.parametrize("how", ["finish", "write", "publish", "finish in atomic"])
 def test_a_message_is_not_done_after_a_caught_error(how: str, alias: str) -> None:
     """A handler that catches the error of its writes has not written, so its message must not be done."""
@@ -235,23 +194,6 @@ def test_a_finish_that_fails_may_be_repeated() -> None:
 
     assert run(delivery()) == HANDLED
     assert numbers() == ["done"]
-
-
-def test_an_error_after_commit_does_not_repeat_the_handler(alias: str) -> None:
-    """The callback fails after COMMIT, so the message is done."""
-
-    def fail() -> None:
-        raise Refused
-
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        with given.finish():
-            Effect.objects.using(alias).create(number=given.key)
-            transaction.on_commit(fail, using=alias)
-
-    once = delivery()
-    assert [run(once), run(once)] == [HANDLED, SKIPPED]
-    assert numbers(alias) == ["one"]
 
 
 def test_a_message_that_was_committed_by_hand_and_then_failed_is_given_up(alias: str) -> None:
@@ -445,6 +387,30 @@ def expire() -> None:
     """As if the process of the claim had been frozen for longer than the term."""
     with connections["default"].cursor() as cursor:
         cursor.execute("UPDATE outbox_claim SET expires_at = clock_timestamp()")
+
+
+def test_a_claim_whose_term_is_over_is_not_taken_from_a_handler_of_this_process() -> None:
+    """A process that got no CPU time for a while is given its own message again while its handler still runs."""
+    began, may_end = threading.Event(), threading.Event()
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        began.set()
+        assert may_end.wait(20)
+        with given.finish():
+            Effect.objects.create(number=given.key)
+
+    once = delivery()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(in_thread, once)
+        assert began.wait(20)
+        expire()
+        second = run(once)
+        may_end.set()
+        assert first.result(20) is HANDLED
+    assert isinstance(second, ClaimedElsewhere)
+    assert run(once) is SKIPPED
+    assert numbers() == ["one"]
 
 
 @pytest.mark.parametrize("late", ["finish", "step"])

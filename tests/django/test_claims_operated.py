@@ -29,7 +29,6 @@ from outbox.errors import ConfigurationError
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
-from tests.django.test_inbox import delivery, run
 from tests.django.urls import Refused
 from tests.part_apps import has
 
@@ -117,16 +116,6 @@ def test_claims_and_steps_go_when_the_message_cannot_come_again() -> None:
     assert (StepEntry.objects.count(), InboxEntry.objects.count()) == (0, 0)
 
 
-def test_the_in_memory_broker_runs_claims_and_steps() -> None:
-    charging = Charging()
-    charging.is_broken = False
-    with in_memory_outbox() as outbox:
-        publish("orders", {}, key="one", at_once=True)
-        outbox.drain()
-    assert list(Effect.objects.values_list("number", flat=True)) == ["one"]
-    assert len(charging.calls) == 1
-
-
 def test_a_redelivery_that_bypasses_the_inbox_runs_steps_and_finish_again() -> None:
     charging = Charging()
     charging.is_broken = False
@@ -152,18 +141,6 @@ def test_a_worker_names_the_missing_tables() -> None:
                 consumer_runtime()
         finally:
             cursor.execute("ALTER TABLE away RENAME TO outbox_step")
-
-
-def test_a_handler_that_is_idle_in_its_transaction_is_told_about_the_option() -> None:
-    @subscriber("orders", group="effects")
-    def idle(given: Delivery) -> None:
-        with connections["other"].cursor() as cursor:
-            # The transaction of the inbox is idle meanwhile.
-            cursor.execute("SELECT pg_sleep(1)")
-        Effect.objects.create(number="late")
-
-    [error] = run([delivery("one")], lease_seconds=0.5)
-    assert "effects='outside'" in str(error) and "idle" in str(error)
 
 
 def checks() -> dict[str, Any]:

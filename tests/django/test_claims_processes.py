@@ -17,15 +17,11 @@ import pytest
 from django.db.models.functions import Now
 
 from outbox.broker.database.executor import Executor, Row
-from outbox.broker.log.recall import recall
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.operations.summary import refresh
-from outbox.broker.operations.trace import EntryState, trace
 from outbox.contrib.django import publish, run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
-from outbox.recall import RecallStatus
 from outbox.utils import faults
 from tests import support
 from tests.django.processes import Forking, child, forking
@@ -256,24 +252,6 @@ def test_a_process_that_was_frozen_cannot_finish_what_another_has_taken_over(oth
 
 
 @pytest.mark.slow
-def test_a_slow_call_that_fails_is_an_attempt_and_ends_as_a_dead_letter(other: Provider) -> None:
-    other.held.add("charge/bad")
-    other.failing.add("mail/bad")
-    place("bad")
-    with process("broker", other), process("consumer", other):
-        eventually(has_left)
-        other.release()
-        [(attempts, error)] = eventually(lambda: rows("SELECT attempts, error FROM outbox.dead_letter"))
-        assert attempts == 3 and "500" in error
-        assert len(rows("SELECT FROM outbox.failure")) == 3
-        eventually(is_settled)
-        assert differences() == []
-    # The first step was stored, and stays with the dead letter.
-    assert (other.calls["charge/bad"], other.calls["mail/bad"]) == (1, 3)
-    assert StepEntry.objects.filter(result__isnull=False).count() == 1
-
-
-@pytest.mark.slow
 def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
     other.held.add("ordered/a-1")
     for key, place_in_key in (("a", "1"), ("a", "2"), ("b", "1")):
@@ -292,69 +270,6 @@ def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
             other.release()
             eventually(lambda: effects() == ["a-1", "a-2", "b-1"], what=lambda: str(effects()))
             eventually(lambda: not differences() and charging().lag == 0)
-
-
-@pytest.mark.slow
-def test_a_claimed_message_holds_neither_its_queue_nor_other_keys_when_the_queue_is_handed_over(
-    other: Provider,
-) -> None:
-    other.held.add("ordered/a-1")
-    for key, place_in_key in (("a", "1"), ("a", "2"), ("b", "1")):
-        publish("steps", {}, key=key, tag=place_in_key, at_once=True)
-    flush(within_seconds=5)
-    with process("broker", other), process("consumer", other, LEASE_SECONDS=10) as first:
-        eventually(lambda: effects() == ["b-1"], what=lambda: str(effects()))
-        eventually(lambda: other.calls["ordered/a-1"] == 1)
-        with process("consumer", other, LEASE_SECONDS=10):
-            # Two processes share the queues, while the handler of the first one still runs.
-            eventually(lambda: len(owners()) == 2, what=lambda: str(owners()))
-            for key in "abcdefgh":
-                publish("steps", {}, key=key, tag="3", at_once=True)
-            flush(within_seconds=5)
-            expected = sorted(["b-1", *(f"{key}-3" for key in "bcdefgh")])
-            eventually(lambda: effects() == expected, what=lambda: str(effects()))
-            first.send_signal(signal.SIGTERM)
-            # All queues belong to the second process, before the handler of the first one has returned.
-            eventually(lambda: len(owners()) == 1, what=lambda: str(owners()))
-            assert first.poll() is None
-            assert other.calls["ordered/a-2"] == 0
-            other.release()
-            expected = sorted([*expected, "a-1", "a-2", "a-3"])
-            eventually(lambda: effects() == expected, what=lambda: str(effects()))
-            assert first.wait(90) == 0
-            eventually(lambda: not differences() and charging().lag == 0)
-    # The first process finished its message, so the second one did not call the other system again.
-    assert other.calls["ordered/a-1"] == 1
-
-
-def owners() -> set[Any]:
-    """The processes that own queues of the topic `steps`."""
-    found = rows(
-        "SELECT DISTINCT owner FROM outbox.queue_lease JOIN outbox.queue USING (queue_id)"
-        " JOIN outbox.topic USING (topic_id) WHERE name = 'steps' AND expires_at > clock_timestamp()"
-    )
-    return {owner for (owner,) in found}
-
-
-@pytest.mark.slow
-def test_a_claimed_message_is_shown_as_claimed_and_is_not_recalled(other: Provider) -> None:
-    other.held.add("charge/slow")
-    receipt = publish("orders", {}, key="slow", at_once=True)
-    flush(within_seconds=5)
-    with process("broker", other), process("consumer", other):
-        eventually(lambda: other.calls["charge/slow"] == 1)
-        eventually(lambda: charging().claimed == 1, what=lambda: str(charging()))
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
-            found = trace(run, receipt.message_id)
-            assert found is not None
-            assert {entry.group: entry.state for entry in found.entries}["charging"] is EntryState.CLAIMED
-            [rest] = [one for one in refresh(run).rests if one.group == "charging"]
-            assert (rest.claimed, rest.retrying) == (1, 0)
-            [outcome] = recall(run, [receipt.message_id])
-            assert outcome.status is RecallStatus.DELIVERED
-        other.release()
-        wait_until_done(other, ["slow"])
 
 
 def let_limits_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -10,32 +9,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.conf import settings as django_settings
 from django.core import mail
-from django.core.management import call_command
 from django.db import connections
 from django.test.utils import override_settings
 from django.utils import timezone
 
-from outbox import Delivery
 from outbox.broker.operations.conditions import Condition, Severity
-from outbox.contrib.django import publish, signals, subscriber
+from outbox.contrib.django import signals
 from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.django.operations import raised
 from outbox.contrib.django.operations import signals as sending
-from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.given_conditions import give
-from tests.django.processes import process
-from tests.django.support import sequence
 from tests.django.test_signals import received
-from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -186,25 +177,6 @@ def test_a_receiver_that_raises_stops_neither_the_pass_nor_other_receivers(
     assert "this receiver is broken" in caplog.text
 
 
-def test_dead_letters_become_critical_and_are_settled(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(THRESHOLDS={"DEAD_LETTERS": (1, 2)})
-
-    @subscriber("orders", group="refusing")
-    def refuse(given: Delivery) -> None:
-        raise PermanentError("no account")
-
-    with changes("dead_letters") as sent:
-        for second in range(2):
-            publish("orders", {}, key="bad", at_once=True)
-            sequence()
-            consumer_runtime().run_once()
-            raised.run_once(now_and(second))
-        assert sent() == [("group refusing", "warning"), ("group refusing", "critical")]
-        call_command("outbox_dead_letter", "discard", "refusing", "--all", "--no-input", stdout=StringIO())
-        raised.run_once(now_and(500))
-        assert sent()[2:] == [("group refusing", "ok")]
-
-
 def test_the_receiver_of_the_page_mails_what_is_critical_and_its_end(holds: list[Condition]) -> None:
     [block] = re.findall(r"```python\n(# shop/alarms\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     namespace: dict[str, Any] = {}
@@ -227,23 +199,6 @@ def test_the_receiver_of_the_page_mails_what_is_critical_and_its_end(holds: list
         "outbox: saga_stalled (saga a) is over",
     ]
     assert stalled("a").next_step in ours[0].body
-
-
-@pytest.mark.slow
-def test_of_two_workers_one_reports_each_change(tmp_path: Path) -> None:
-    file = tmp_path / "signals"
-    variables = {"TEST_APPS": "tests.django.receivers", "TEST_SIGNALS": str(file)}
-
-    def said() -> list[dict[str, Any]]:
-        lines = file.read_text().splitlines() if file.exists() else []
-        found = [one for one in map(json.loads, lines) if one["signal"] == "condition_changed"]
-        return [one for one in found if one["name"] == "no_sequencer"]
-
-    worker = ["-m", "django", "outbox_worker", "--role", "check"]
-    with process(worker, variables=variables, quiet=True) as _, process(worker, variables=variables, quiet=True):
-        eventually(said, within_seconds=60, what="no_sequencer is signalled")
-        raised.run_once()
-    assert len(said()) == 1
 
 
 def test_it_works_with_sqlite_as_application_database(holds: list[Condition]) -> None:

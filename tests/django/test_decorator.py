@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import sync_to_async
 from django.db import IntegrityError, connections, transaction
-from django.test import AsyncClient, Client
-from django.test.utils import CaptureQueriesContext
+from django.test import Client
 
-from outbox.contrib.django import run_check_back, transactional_message
-from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
+from outbox.contrib.django import transactional_message
+from outbox.errors import ConfigurationError, SendFailed, UnknownTopic
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, stored
 from tests.django.urls import Refused
@@ -66,7 +65,7 @@ def test_an_exception_before_commit_is_reported_as_rollback_at_once(path: str) -
     assert not Order.objects.exists()
 
 
-def test_what_needs_the_result_is_built_before_commit(path: str) -> None:
+def test_what_needs_the_result_is_built_before_commit() -> None:
     order = create_with_id("kept")
     assert decisions() == {str(order.pk): "C"}
 
@@ -106,15 +105,6 @@ def test_the_database_is_read_again_after_the_connection_was_cut() -> None:
     assert decisions() == {"cut": "R"}
 
 
-def test_a_decorated_function_costs_one_statement_more_than_a_block_of_its_own(path: str) -> None:
-    """The look at its own row, before COMMIT instead of after it."""
-    create("warm-up")
-    with CaptureQueriesContext(connections["default"]) as queries:
-        create("counted")
-    statements = [query["sql"] for query in queries if query["sql"] not in ("BEGIN", "COMMIT")]
-    assert len(statements) == (3 if path == "two_phase" else 1), statements
-
-
 def test_nested_decorators_stand_and_fall_with_their_savepoints(path: str) -> None:
     @transactional_message("orders", key="outer", body={})
     def outer() -> None:
@@ -128,18 +118,6 @@ def test_nested_decorators_stand_and_fall_with_their_savepoints(path: str) -> No
     assert decisions() == {"outer": "C", "first": "C", "third": "C"} | rolled_back
 
 
-def test_the_outer_rollback_takes_all(path: str) -> None:
-    @transactional_message("orders", key="outer", body={})
-    def outer() -> None:
-        create("inner")
-        raise Refused
-
-    with pytest.raises(Refused):
-        outer()
-    run_check_back()
-    assert decisions() == ({"outer": "R", "inner": "R"} if path == "two_phase" else {})
-
-
 def test_durable_refuses_to_be_nested() -> None:
     @transactional_message("orders", key="durable", body={}, durable=True)
     def durable() -> None:
@@ -149,15 +127,6 @@ def test_durable_refuses_to_be_nested() -> None:
     with pytest.raises(RuntimeError, match="durable"), transaction.atomic():
         durable()
     assert decisions() == {"durable": "C"}
-
-
-def test_using(path: str) -> None:
-    @transactional_message("orders", key="other", body={}, using="other")
-    def on_other() -> None:
-        Order.objects.using("other").create(number="other")
-
-    on_other()
-    assert decisions() == {"other": "C"}
 
 
 def test_a_half_that_is_refused_means_the_function_is_not_run() -> None:
@@ -182,18 +151,6 @@ def test_views_and_atomic_requests(path: str) -> None:
     finally:
         connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
     assert decisions() == ({"kept": "C", "dropped": "R"} if path == "two_phase" else {"kept": "C"})
-
-
-def test_async_views_run_in_one_transaction_with_the_async_orm(path: str) -> None:
-    async def visit() -> None:
-        client = AsyncClient()
-        assert (await client.get("/async/kept")).status_code == 201
-        with pytest.raises(Refused):
-            await client.get("/async/dropped?fail=1")
-
-    async_to_sync(visit)()
-    assert list(Order.objects.values_list("number", "status")) == [("kept", "paid")]
-    assert decisions() == {"kept": "C"}
 
 
 def test_async_functions_side_by_side_in_one_loop() -> None:
@@ -240,13 +197,3 @@ def test_generators_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="generator"):
         transactional_message("orders", body={})(generator)
-
-
-def test_manual_commit_mode_is_refused() -> None:
-    transaction.set_autocommit(False)
-    try:
-        with pytest.raises(TransactionUsageError, match="manual-commit"):
-            create("never")
-    finally:
-        transaction.rollback()
-        transaction.set_autocommit(True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from uuid import uuid4
 
 import pytest
 from django.core.management import call_command
-from django.core.management.base import CommandError
 from django.db import connections
 
 from outbox import Delivery
@@ -21,14 +19,12 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.diagnosis import diagnose
-from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
 from tests import pooler
 from tests.django.broker_world import NOWHERE, World, new_world
-from tests.django.conftest import point_alias
-from tests.django.state import rolled_back
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -140,53 +136,6 @@ def test_conditions_that_hold_are_named(world: World) -> None:
     )
     crashing = found()["crash_loop"]
     assert "c1 on here" in crashing.text and crashing.next_step
-
-
-def test_a_broker_that_is_away(world: World) -> None:
-    point_alias("broker", NOWHERE)
-    assert found()["unreachable"].severity is Severity.CRITICAL
-
-
-def listed(*arguments: str) -> Any:
-    out = StringIO()
-    call_command(*arguments, "--json", stdout=out)
-    return json.loads(out.getvalue())
-
-
-def test_undecided_ones_page_by_page(world: World) -> None:
-    for _ in range(3):
-        world.half()
-    first = listed("outbox_transaction", "list", "--limit", "2")
-    rest = listed("outbox_transaction", "list", "--limit", "2", "--after", first[-1]["transaction_id"])
-    assert (len(first), len(rest)) == (2, 1)
-    assert {one["producer_group"] for one in first + rest} == {"shop"}
-    assert listed("outbox_transaction", "list", "--parked") == []
-    out = StringIO()
-    call_command("outbox_transaction", "list", "--limit", "2", stdout=out)
-    assert f"--after {first[-1]['transaction_id']}" in out.getvalue()
-    with pytest.raises(CommandError, match="not a whole number, at least 1"):
-        call_command("outbox_transaction", "list", "--limit", "0")
-
-
-def test_messages_of_a_key(world: World) -> None:
-    for topic in ("orders", "payments", "orders"):
-        publish(topic, {}, key="4711", at_once=True)
-    with rolled_back():
-        publish("orders", {}, key="4711")
-    publish("orders", {}, key="other", at_once=True)
-    every = listed("outbox_message", "list", "--key", "4711")
-    assert [one["topic"] for one in every] == ["orders", "orders", "payments", "orders"]
-    assert [one["state"] for one in every][1:] == ["committed"] * 3
-    page = listed(
-        *("outbox_message", "list", "orders", "--key", "4711", "--limit", "1", "--after", str(every[0]["log_id"]))
-    )
-    assert [one["log_id"] for one in page] == [every[1]["log_id"]]
-    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-    assert listed("outbox_message", "list", "--key", "4711", "--since", later) == []
-    with pytest.raises(CommandError, match="pass --key"):
-        call_command("outbox_message", "list")
-    with pytest.raises(CommandError, match="time zone"):
-        call_command("outbox_message", "list", "--key", "4711", "--since", "2026-01-01")
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")

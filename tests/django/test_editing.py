@@ -124,7 +124,7 @@ def differences() -> list[str]:
 # -- editing ---------------------------------------------------------------------------------------
 
 
-def test_an_edited_letter_is_handled_once_with_the_new_content(path: str) -> None:
+def test_an_edited_letter_is_handled_once_with_the_new_content(empty_log: None) -> None:
     subscribe()
     [one] = bury({"amont": 5, "note": "x"}, headers={"colour": "red"})
     assert dead() == [one]

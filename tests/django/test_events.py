@@ -27,7 +27,6 @@ from outbox.contrib.django import (
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.events import waiting
 from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
@@ -111,14 +110,6 @@ def test_every_way_to_publish_takes_events(path: str, databases: None) -> None:
     order(4)
     drain()
     assert sorted(one.number for one in seen) == [1, 2, 3, 4]
-
-
-def test_the_engine_in_memory_reads_events(databases: None) -> None:
-    seen = record()
-    with in_memory_outbox() as outbox:
-        publish(FIRST, at_once=True)
-        outbox.drain()
-    assert seen == [FIRST]
 
 
 def test_a_handler_outside_and_a_batch_get_events(databases: None) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def test_one_publisher_of_short_work_keeps_one_thread_with_one_session(
-    path: str, monkeypatch: pytest.MonkeyPatch
+    empty_log: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A burst may use several. Then one message arrives per 20 ms, and all sessions but one are closed."""
     monkeypatch.setattr("outbox.broker.consumer.scheduler.IDLE_SECONDS", 0.5)

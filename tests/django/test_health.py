@@ -250,7 +250,3 @@ def connected(receiver: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         connection_created.disconnect(receiver)
-
-
-def test_look_names_what_it_cannot_read(led: None) -> None:
-    assert look().overview is not None and probe().is_healthy

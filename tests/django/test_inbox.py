@@ -251,22 +251,6 @@ def test_async_handlers_share_the_transaction_of_the_inbox(alias: str) -> None:
     assert effects(alias) == ["good"]
 
 
-def test_async_handlers_side_by_side_in_threads() -> None:
-    @subscriber("orders", group="effects")
-    async def effect(given: Delivery) -> None:
-        await Effect.objects.acreate(number=given.key)
-
-    def one(number: int) -> Any:
-        try:
-            return run([delivery(str(number))])
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(one, range(20))) == [[HANDLED]] * 20
-    assert len(effects()) == 20
-
-
 def test_two_processes_handling_one_message_at_once_effect_it_once() -> None:
     register()
     once = delivery("one")

@@ -12,7 +12,6 @@ from django.db import IntegrityError, connections, transaction
 from outbox import Delivery
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.subscribers import inbox
-from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect
 from tests.django.test_inbox import delivery, effects, register, run
@@ -98,21 +97,6 @@ def test_callbacks_run_once_after_the_commit_and_their_errors_undo_nothing() -> 
     assert run([delivery("one")]) == [Disposition.HANDLED]
     assert seen == [(False, ["one"])]
     assert connections["default"].get_autocommit()
-
-
-@pytest.mark.parametrize("by_hand", ["ROLLBACK; BEGIN", "ROLLBACK", "ROLLBACK AND CHAIN"])
-def test_an_inbox_row_that_is_gone_takes_the_rest_with_it(by_hand: str) -> None:
-    @subscriber("orders", group="effects")
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number="before")
-        # On the driver's own connection, where nothing sees it.
-        connections["default"].connection.execute(by_hand)
-        Effect.objects.create(number="after")
-
-    once = delivery("one")
-    for _ in range(2):
-        assert isinstance(run([once])[0], TransactionUsageError)
-    assert effects() == []
 
 
 def test_another_isolation_level_stays_what_it_is() -> None:

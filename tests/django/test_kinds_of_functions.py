@@ -42,7 +42,7 @@ class Place(View):
         return HttpResponse(status=201)
 
 
-def test_method_decorator_on_a_view(path: str) -> None:
+def test_method_decorator_on_a_view() -> None:
     assert Place.as_view()(RequestFactory().post("/place"), number="good").status_code == 201
     with pytest.raises(Refused):
         Place.as_view()(RequestFactory().post("/place"), number="bad")

@@ -118,7 +118,7 @@ def test_a_large_body_is_an_object_and_the_handler_gets_it(path: str, folder: Pa
     assert sorted(seen, key=str) == sorted([*both, *both, *none], key=str)
 
 
-def test_a_typed_handler_gets_the_event(path: str, folder: Path) -> None:
+def test_a_typed_handler_gets_the_event(empty_log: None, folder: Path) -> None:
     seen: list[Any] = []
 
     @subscriber("orders", group="typed")
@@ -165,7 +165,7 @@ def test_a_small_message_costs_no_request_and_no_statement(path: str, outbox_set
         assert statements() == before
 
 
-def test_a_large_file_is_read_in_pieces(path: str, folder: Path, outbox_settings: Callable[..., None]) -> None:
+def test_a_large_file_is_read_in_pieces(empty_log: None, folder: Path, outbox_settings: Callable[..., None]) -> None:
     size, peaks = 32 * 1024 * 1024, []
     topics = {"orders": {"codec": "outbox.codec.BytesCodec"}}
     outbox_settings(TOPICS=topics)
@@ -291,7 +291,7 @@ def test_a_message_waits_while_the_storage_is_away(
 # -- orphans ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_orphan_is_removed_when_it_is_older_than_keep_seconds(path: str, folder: Path) -> None:
+def test_an_orphan_is_removed_when_it_is_older_than_keep_seconds(empty_log: None, folder: Path) -> None:
     with rolled_back():
         publish("orders", {}, key="rolled back")
         unpublished = message("orders", LARGE).message_id
@@ -392,7 +392,7 @@ def test_control_without_the_lock_the_object_of_an_open_transaction_is_lost(
     assert len(referred() - set(objects(folder))) == (1 if path == "atomic" else 0)
 
 
-def test_a_message_whose_object_is_gone_is_refused(path: str, folder: Path) -> None:
+def test_a_message_whose_object_is_gone_is_refused(empty_log: None, folder: Path) -> None:
     built = message("orders", LARGE)
     assert remove_a_year_later() == 1
     with pytest.raises(InvalidMessage, match="Build the message again"), transaction.atomic():
@@ -402,7 +402,9 @@ def test_a_message_whose_object_is_gone_is_refused(path: str, folder: Path) -> N
     assert referred() == set()
 
 
-def test_a_message_that_was_built_long_ago_is_refused(path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_was_built_long_ago_is_refused(
+    empty_log: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = message("orders", LARGE)
     object.__setattr__(built, "born_at", built.born_at - timedelta(days=4))
     with pytest.raises(InvalidMessage, match=r"96\.0 hours ago"), transaction.atomic():
@@ -410,7 +412,9 @@ def test_a_message_that_was_built_long_ago_is_refused(path: str, folder: Path, m
     assert referred() == set()
 
 
-def test_a_turn_goes_on_where_the_last_one_ended(path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_goes_on_where_the_last_one_ended(
+    empty_log: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outbox.contrib.large_bodies.orphans._BATCH", 2)
     kept = publish("orders", LARGE, at_once=True).message_id
     for _ in range(5):
@@ -517,7 +521,7 @@ class Collecting:
         """Nothing to close."""
 
 
-def test_a_receiver_gets_the_whole_body_and_a_foreign_reference_is_refused(path: str, folder: Path) -> None:
+def test_a_receiver_gets_the_whole_body_and_a_foreign_reference_is_refused(empty_log: None, folder: Path) -> None:
     stored = message("orders", LARGE, key="k")
     raw = Delivery(message=stored, body=stored.body, group="g", queue="orders/0", offset=0)
     sink = Collecting()
@@ -533,7 +537,7 @@ def test_a_receiver_gets_the_whole_body_and_a_foreign_reference_is_refused(path:
         convert(incoming, "there", "orders")
 
 
-def test_a_forged_reference_opens_nothing(path: str, folder: Path) -> None:
+def test_a_forged_reference_opens_nothing(empty_log: None, folder: Path) -> None:
     cases: list[bytes] = [
         b"{}",
         b"[]",

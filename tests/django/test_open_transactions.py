@@ -29,7 +29,7 @@ from outbox.contrib.django.worker.drain import drain
 from outbox.errors import LeftoversUndecided
 from outbox.utils import faults
 from tests.broker.support import let_time_pass
-from tests.django.state import decisions, rolled_back
+from tests.django.state import rolled_back
 from tests.django.test_fenced_producers import in_thread, send
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -101,30 +101,6 @@ def test_one_is_shown_with_its_messages_and_answers() -> None:
         assert "still running" in shown
     flush(within_seconds=10)
     assert said("outbox_message", "show", str(receipt.transaction_id))["decision"]["decision"] == "C"
-
-
-def test_an_abandoned_one_is_rolled_back_for_good() -> None:
-    with rolled_back():
-        dropped = publish("orders", 1, key="dropped")
-    assert said("outbox_transaction", "decide", str(dropped.transaction_id), "rollback", "--dry-run")["dry_run"]
-    assert decisions() == {"dropped": None}
-    assert said("outbox_transaction", "decide", str(dropped.transaction_id), "rollback")["after"]["status"] == "applied"
-    assert decisions() == {"dropped": "R"}
-    assert said("outbox_transaction", "list") == []
-    with pytest.raises(CommandError, match="not an undecided transaction"):
-        call_command("outbox_transaction", "decide", str(dropped.transaction_id), "rollback")
-
-
-def test_one_that_committed_or_is_still_running_is_not_rolled_back() -> None:
-    with undecided(), transaction.atomic():
-        kept = publish("orders", 1, key="kept")
-    with transaction.atomic():
-        running = publish("orders", 1, key="running")
-        for receipt, why in ((kept, "COMMIT"), (running, "still running")):
-            with pytest.raises(CommandError, match=why):
-                call_command("outbox_transaction", "decide", str(receipt.transaction_id), "rollback")
-    run_check_back()
-    assert decisions() == {"kept": "C", "running": "C"}
 
 
 def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: str) -> None:

@@ -45,7 +45,7 @@ def test_every_way_to_publish_takes_options(path: str) -> None:
     assert [body["by"] for body in bodies()] == ["a", "c", "d", "e", "f", "b"]
 
 
-def test_an_option_refuses_the_message_and_the_block(path: str) -> None:
+def test_an_option_refuses_the_message_and_the_block() -> None:
     def sign_with(*names: str) -> None:
         with transaction.atomic():
             for name in names:

@@ -57,7 +57,7 @@ class Refusing(Counted):
         raise UsageError("refused")
 
 
-def test_an_option_says_which_messages_are_duplicates(path: str) -> None:
+def test_an_option_says_which_messages_are_duplicates() -> None:
     Counted.seen.clear()
     Later.seen.clear()
     with transaction.atomic():
@@ -74,7 +74,7 @@ def test_an_option_says_which_messages_are_duplicates(path: str) -> None:
     assert [one.key for one in stored()] == ["1", "3", "4"]
 
 
-def test_an_error_of_an_option_refuses_the_call_and_rolls_the_block_back(path: str) -> None:
+def test_an_error_of_an_option_refuses_the_call_and_rolls_the_block_back() -> None:
     with transaction.atomic():
         Order.objects.create(number="with a refused message")
         with pytest.raises(UsageError, match="refused"):

@@ -19,17 +19,13 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker import embedded
 from outbox.broker.database.connection import reached_server
-from outbox.contrib.django import message, publish, publish_many, publish_messages
+from outbox.contrib.django import publish
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     BrokerUnavailable,
-    InvalidName,
     OutboxError,
-    SendFailed,
-    UnserialisableBody,
-    UsageError,
     WrongDatabase,
 )
 from tests.django.conftest import point_alias
@@ -276,30 +272,3 @@ def test_a_broker_that_is_away_when_the_path_is_chosen(
     twins.lead_to("")
     swallowed(BrokerUnavailable, lambda: publish("orders", {}), match="Nothing was published")
     assert orders(twins.original) == []
-
-
-def test_a_connection_that_fails_gives_an_error_of_outbox(twins: Twins) -> None:
-    with transaction.atomic():
-        Order.objects.create(number="without its message")
-        pid = connections["default"].connection.info.backend_pid
-        with psycopg.connect(twins.original, autocommit=True) as other:
-            other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
-        with pytest.raises(SendFailed, match="'default'"):
-            publish("orders", {})
-    assert orders(twins.original) == []
-
-
-def test_what_can_never_be_sent_takes_its_block_along(twins: Twins) -> None:
-    cases: list[tuple[Callable[[], object], type[OutboxError]]] = [
-        (lambda: publish("orders", object()), UnserialisableBody),
-        (lambda: publish("no such topic!", {}), InvalidName),
-        (lambda: publish("orders", {}, delay=-1), UsageError),
-        (lambda: publish_many("orders", "text"), UsageError),
-        (lambda: publish_many("orders", [object()]), UnserialisableBody),
-        (lambda: publish_messages("text"), UsageError),  # type: ignore[arg-type]
-        (lambda: publish_messages([message("reminders", {}, delay=1)]), OutboxError),
-    ]
-    for publishing, expected in cases:
-        point_alias("broker", NOWHERE)
-        swallowed(expected, publishing)
-        assert orders(twins.original) == []

@@ -10,8 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from django.db import IntegrityError, connections, transaction
-from django.test import Client
-from django.test.utils import CaptureQueriesContext, override_settings
+from django.test.utils import override_settings
 from django.utils import timezone
 
 from outbox import Decision, EndTransaction
@@ -36,7 +35,6 @@ from outbox.errors import (
     TransactionAlreadyRolledBack,
     TransactionUsageError,
     UnknownTopic,
-    UnserialisableBody,
     UsageError,
 )
 from outbox.time_limit import TIMEOUT_HEADER
@@ -44,7 +42,6 @@ from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, rolled_back, savepoint, stored
-from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -64,11 +61,6 @@ def test_committed_is_decided_commit_and_rolled_back_is_not(path: str) -> None:
     if two_phase:
         assert run_check_back().rolled_back == 1
         assert decisions() == {"kept": "C", "dropped": "R"}
-
-
-def test_outside_a_transaction_it_is_sent_at_once(path: str) -> None:
-    receipt = publish("orders", {}, key="plain", at_once=True)
-    assert [(item.message_id, item.half, item.decision) for item in stored()] == [(receipt.message_id, False, "C")]
 
 
 def test_a_half_message_is_stored_before_the_business_write(outbox_settings: Callable[..., None]) -> None:
@@ -120,15 +112,6 @@ def test_savepoints_made_by_raw_sql(path: str) -> None:
         order("kept")
     run_check_back()
     assert decisions() == ({"undone": "R", "kept": "C"} if path == "two_phase" else {"kept": "C"})
-
-
-def test_set_rollback_without_an_exception() -> None:
-    with transaction.atomic():
-        order("dropped")
-        transaction.set_rollback(True)
-    assert decisions() == {"dropped": None}
-    run_check_back()
-    assert decisions() == {"dropped": "R"}
 
 
 def test_an_error_out_of_commit_decides_nothing(path: str) -> None:
@@ -199,30 +182,7 @@ def test_publish_many_is_one_transaction_and_one_statement(path: str) -> None:
     assert publish_many("orders", [], at_once=True) == []
 
 
-def test_all_or_none_over_several_topics(path: str) -> None:
-    with transaction.atomic():
-        publish_messages([message("orders", {}, key="a"), message("payments", {}, key="b")])
-    with pytest.raises(UnknownTopic, match=r"nowhere"), transaction.atomic():
-        publish_messages([message("orders", {}, key="c"), message("nowhere", {}, key="d")])
-    assert decisions() == {"a": "C", "b": "C"}
-
-
-def test_atomic_requests(path: str) -> None:
-    connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
-    try:
-        client = Client()
-        assert client.get("/create/kept").status_code == 201
-        with pytest.raises(Refused):
-            client.get("/create/dropped?fail=1")
-    finally:
-        connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
-    if path == "two_phase":
-        run_check_back()
-    assert decisions() == ({"kept": "C", "dropped": "R"} if path == "two_phase" else {"kept": "C"})
-    assert list(Order.objects.values_list("number", flat=True)) == ["kept"]
-
-
-def test_each_thread_has_its_own_transaction(path: str) -> None:
+def test_each_thread_has_its_own_transaction() -> None:
     def elsewhere() -> None:
         try:
             publish("orders", {}, key="other-thread", at_once=True)
@@ -291,7 +251,7 @@ def test_a_message_of_a_transaction_that_is_over_is_not_sent_again() -> None:
     assert decisions() == {"again": "C", "other": "R"}
 
 
-def test_delay_and_deliver_at(path: str) -> None:
+def test_delay_and_deliver_at() -> None:
     with transaction.atomic():
         publish("reminders", {}, delay=60, key="later")
     with pytest.raises(UsageError, match="not both"):
@@ -302,7 +262,7 @@ def test_delay_and_deliver_at(path: str) -> None:
         publish("orders", {}, delay=1, at_once=True)
 
 
-def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
+def test_a_time_limit_is_stored_by_every_form_of_publish() -> None:
     @transactional_message("orders", body={}, timeout=timedelta(minutes=1), headers=lambda: {"a": "b"})
     def pay() -> None:
         pass
@@ -321,30 +281,10 @@ def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
     assert rows[5][0]["a"] == "b"
 
 
-def test_bad_messages_are_refused_before_anything_is_stored(path: str) -> None:
-    with pytest.raises(UnserialisableBody, match="orders"):
-        publish("orders", object(), at_once=True)
-    with pytest.raises(UnserialisableBody, match="orders"):
-        publish("orders", float("nan"), at_once=True)
-    with pytest.raises(InvalidMessage, match="key"), transaction.atomic():
-        publish("steps", {})
-    assert stored() == []
-
-
 def test_two_phase_needs_a_producer_group(outbox_settings: Callable[..., None]) -> None:
     with override_settings(OUTBOX={key: value for key, value in OUTBOX.items() if key != "PRODUCER_GROUP"}):
         with pytest.raises(ConfigurationError, match="PRODUCER_GROUP"), transaction.atomic():
             publish("orders", {})
-
-
-def test_what_one_publish_costs_on_the_applications_connection(path: str) -> None:
-    """Two-phase: the ledger row, and after COMMIT the look whether it is there. Atomic: only the driver's own."""
-    with transaction.atomic():
-        order("warm-up")
-    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
-        publish("orders", {}, key="counted")
-    statements = [query["sql"] for query in queries if query["sql"] not in ("BEGIN", "COMMIT")]
-    assert len(statements) == (2 if path == "two_phase" else 0), statements
 
 
 def ledger_ids(alias: str) -> list[Any]:

@@ -71,7 +71,7 @@ def test_a_statement_of_publish_is_seen_by_a_test_that_counts_statements(path: s
     assert any("outbox_ledger" in one["sql"] for one in seen.captured_queries) is (path == "two_phase")
 
 
-def test_each_guard_of_a_running_test_is_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_guard_of_a_running_test_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with transaction.atomic():
         publish("orders", {}, key="k")
     real, broker = BaseDatabaseWrapper.ensure_connection, get_settings().broker

@@ -112,9 +112,14 @@ def test_a_rolled_back_message_does_not_stand_in_the_way(repair: Repair) -> None
     assert [item.decision for item in stored()] == ["R", "C"]
 
 
-@pytest.mark.parametrize("body", [{"order": {"number": "7"}}, {"items": ["x", "7"]}])
-@pytest.mark.parametrize("is_handled", [True, False])
-@pytest.mark.parametrize("key_has_a_row", [True, False])
+@pytest.mark.parametrize(
+    ("body", "is_handled", "key_has_a_row"),
+    [
+        ({"order": {"number": "7"}}, True, True),
+        ({"order": {"number": "7"}}, False, False),
+        ({"items": ["x", "7"]}, False, True),
+    ],
+)
 def test_a_message_that_came_under_another_key_is_not_published_again(
     repair: Repair, body: dict[str, Any], key_has_a_row: bool, is_handled: bool
 ) -> None:
@@ -319,8 +324,7 @@ def park() -> None:
         )
 
 
-@pytest.mark.parametrize(("commit", "decision"), [(True, "C"), (False, "R")])
-@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize(("commit", "decision", "parked"), [(True, "C", True), (False, "R", False)])
 def test_a_stuck_half_is_decided_as_its_ledger_proves(
     repair: Repair, commit: bool, decision: str, parked: bool
 ) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
-from asgiref.sync import sync_to_async
 from django.db import connections
 from django.test.utils import override_settings
 
@@ -91,20 +90,6 @@ def test_a_conflict_calls_the_handler_again_with_the_published_body() -> None:
             assert (doubling.calls, effects()) == (3, ["20 nothing"])
             Effect.objects.all().delete()
             registry.unregister_all()
-
-
-def test_an_async_handler_gets_the_published_body_again() -> None:
-    for engine in ENGINES:
-        doubling = Doubling()
-
-        @subscriber("orders", group="accounts")
-        async def account(given: Delivery, doubling: Doubling = doubling) -> None:
-            await sync_to_async(doubling)(given.body)
-
-        engine()
-        assert (doubling.calls, effects()) == (3, ["20 nothing"])
-        Effect.objects.all().delete()
-        registry.unregister_all()
 
 
 @pytest.mark.skipif(not has("events"), reason="the tree has no typed events")

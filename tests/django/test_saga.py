@@ -28,7 +28,6 @@ from outbox.contrib.django.operations.personal_data import Scope
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import unregister_all
-from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.saga import steps as saga
 from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
@@ -40,7 +39,6 @@ from tests.django.hotel.models import Booking, Room
 from tests.django.processes import process
 from tests.django.state import rolled_back
 from tests.django.test_crash_workers import WORKERS
-from tests.django.test_shared_in_production import consuming, failed, leading, running
 from tests.support import eventually
 
 HERE: Final = Path(__file__).resolve().parent
@@ -505,39 +503,3 @@ def until(state: SagaState, *records: Booking) -> None:
 
 def is_at(record: Booking, state: SagaState) -> bool:
     return state_of(record)[0] == state
-
-
-@pytest.mark.usefixtures("calls_share")
-def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
-    """Each saga reaches its state, also those whose step is refused and undone."""
-    transactions: dict[int, int] = Counter()
-
-    def noting(self: SharedTransaction) -> list[Any]:
-        transactions[len(self.joined)] += 1
-        return original(self)
-
-    original = SharedTransaction.results
-    rooms = [Room.objects.create(number=f"s{number}") for number in range(10)]
-    for number, room in enumerate(rooms):
-        hotel.book(room, f"guest{number}")
-        if number % 5 == 0:
-            hotel.book(room, f"late{number}")
-    # With one thread, messages that are committed together wait for each other.
-    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming(threads=1)):
-        patch.setattr(SharedTransaction, "results", noting)
-        eventually(
-            lambda: states() == Counter({"WAITING": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
-        )
-        with transaction.atomic():
-            for record in Booking.objects.all():
-                hotel.paid(record.pk, 100)
-        eventually(
-            lambda: states() == Counter({"DONE": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
-        )
-    assert told() == Counter(invoices=10, keys=10)
-    assert max(transactions) > 0, "no transaction was shared"
-    assert failed() == []
-
-
-def states() -> Counter[str]:
-    return Counter(SagaState(state).name for state in SagaProgress.objects.values_list("state", flat=True))

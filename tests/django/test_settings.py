@@ -22,10 +22,9 @@ from django.test.utils import override_settings
 from outbox import Delivery, MessageType
 from outbox.broker.schema import install
 from outbox.codec import BytesCodec
-from outbox.contrib.django import get_broker, publish, subscriber
+from outbox.contrib.django import get_broker, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
-from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.routers import BrokerRouter
 from outbox.contrib.django.settings.conf import get_settings, parse_settings
@@ -33,7 +32,6 @@ from outbox.contrib.django.subscribers.registry import autodiscover, unregister_
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
-from tests.django.state import decisions
 
 
 def test_every_setting_has_a_default() -> None:
@@ -279,15 +277,6 @@ def test_the_router_has_an_opinion_about_the_brokers_database_only() -> None:
         assert router.allow_migrate("default", "shop") is None
     with override_settings(OUTBOX={"BORKER": "broker"}):
         assert router.allow_migrate("broker", "shop") is None, "the check names the fault"
-
-
-def test_a_flushed_ledger_is_another_ledger(empty_log: None) -> None:
-    before = LedgerIdentity.objects.get().ledger_id
-    publish("orders", {}, at_once=True)
-    call_command("flush", database="default", interactive=False, verbosity=0)
-    assert LedgerIdentity.objects.get().ledger_id != before
-    assert not LedgerEntry.objects.exists()
-    assert list(decisions().values()) == ["C"]
 
 
 def test_migrations_are_in_step_with_the_models(application: None) -> None:

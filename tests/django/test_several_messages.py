@@ -71,7 +71,7 @@ def test_none_is_seen_of_a_function_that_failed(path: str) -> None:
     assert {item.decided_by for item in stored()} == ({"P"} if path == "two_phase" else set())
 
 
-def test_the_function_may_yield_what_it_makes_of_the_result(path: str) -> None:
+def test_the_function_may_yield_what_it_makes_of_the_result() -> None:
     loud, quiet = place_and_yield("loud"), place_and_yield("quiet")
     assert decisions() == {str(loud.pk): "C", f"pay-{loud.pk}": "C", str(quiet.pk): "C"}
 
@@ -139,7 +139,7 @@ def test_without_messages_too_a_transaction_that_was_ended_inside_is_an_error(pa
         ended()
 
 
-def test_coroutines_and_views_take_several_too(path: str) -> None:
+def test_coroutines_and_views_take_several_too() -> None:
     @transactional_message(messages=lambda number: [message("orders", 1, key=number), message("payments", 1, key="p")])
     async def aplace(number: str) -> None:
         await Order.objects.acreate(number=number)
@@ -148,19 +148,7 @@ def test_coroutines_and_views_take_several_too(path: str) -> None:
     assert decisions() == {"async": "C", "p": "C"}
 
 
-def test_more_keys_than_one_transaction_may_lock_roll_the_function_back(path: str) -> None:
-    with pytest.raises(UsageError, match="1001 different keys"):
-        many("too many", 1_001)
-    assert not Order.objects.exists()
-    assert stored() == []
-
-
-@transactional_message(messages=lambda count: [message("steps", None, key=turn) for turn in range(count)])
-def many(number: str, count: int) -> None:
-    Order.objects.create(number=number)
-
-
-def test_what_is_no_list_of_messages_is_refused_with_the_functions_name(path: str) -> None:
+def test_what_is_no_list_of_messages_is_refused_with_the_functions_name() -> None:
     one = message("orders", 1)
     wrong: list[Callable[..., Any]] = [lambda: one, lambda: 5, lambda: ["orders"], lambda: {"orders": 1}, lambda: None]
     for given in wrong:

@@ -234,22 +234,6 @@ def test_inner_block_without_savepoint_swallowed(key: str) -> None:
         assert all(result in (HANDLED, ALONE) for result in results)
 
 
-def test_log_records_of_a_callback_name_its_own_message() -> None:
-    """As Caller does it: the context of the first message surrounds the whole transaction."""
-    from outbox.utils import log_context
-
-    named: dict[str, str] = {}
-
-    def callback(key: str) -> None:
-        named[key] = ",".join(one.key for one in log_context._handled.get())
-
-    handle_with(lambda given: transaction.on_commit(lambda: callback(given.key)))
-    given = deliveries("a", "b", "c")
-    with log_context.handling(given[:1]):
-        assert share(*given)[0] == [HANDLED] * 3
-    assert named == {"a": "a", "b": "b", "c": "c"}
-
-
 def test_two_transactions_with_hand_made_commit_begin() -> None:
     def commit(given: Delivery) -> None:
         if given.key in "ac":

@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outbox import Delivery, Message, OnError, RetryPolicy, tracing
+from outbox import Delivery, Message, OnError, RetryPolicy
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.consumer.scheduler import SubscriptionCalls
 from outbox.broker.process import run_broker
-from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
@@ -47,7 +44,6 @@ from tests.django.test_shared_transactions import (
     share,
 )
 from tests.django.urls import Refused
-from tests.part_apps import has
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "calls_share")
@@ -325,50 +321,6 @@ def test_async_handlers_share() -> None:
     with running(leading(), consuming()):
         eventually(lambda: len(set(effects())) == 79, within_seconds=30)
         eventually(lambda: failed() == ["50"])
-
-
-@pytest.mark.skipif(not has("opentelemetry"), reason="a part that is not there")
-def test_traces_of_callbacks_are_below_their_own_message() -> None:
-    from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
-
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.install(OpenTelemetryTracer(provider))
-
-    def parent_of(span: ReadableSpan) -> str:
-        above = next(one for one in exporter.get_finished_spans() if span.parent and one.context == span.parent)
-        return str((above.attributes or {})["messaging.outbox.message.key"])
-
-    @subscriber("orders", group="effects", threads=1)
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        publish("payments", {}, key=given.key)
-        transaction.on_commit(lambda: publish_alone(given.key))
-
-    def publish_alone(key: str) -> None:
-        with transaction.atomic():
-            publish("payments", {}, key=key)
-
-    noted = Noted()
-    try:
-        send(40, queues=1)
-        with running(leading(), consuming()):
-            each_once(40)
-            eventually(
-                lambda: sum(one.name == "publish payments" for one in exporter.get_finished_spans()) == 80,
-                what=lambda: str(len(exporter.get_finished_spans())),
-            )
-    finally:
-        tracing.install(None)
-    published = [one for one in exporter.get_finished_spans() if one.name == "publish payments"]
-    wrong = [
-        (key, parent)
-        for one in published
-        if (key := str((one.attributes or {})["messaging.outbox.message.key"])) != (parent := parent_of(one))
-    ]
-    assert wrong == []
-    assert noted.transactions == {}
 
 
 def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:

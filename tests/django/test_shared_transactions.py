@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, OperationalError, connection, connections, transaction
+from django.db import IntegrityError, connection, connections, transaction
 
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, subscriber
@@ -24,16 +23,13 @@ from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import RetryLater
 from outbox.hooks import Option
 from outbox.ports import Disposition, RunAlone
-from outbox.topic import Topic
 from outbox.utils import fence
 from outbox.utils.ids import uuid7
 from tests.django.effects.own_transaction import transaction_id
-from tests.django.processes import child
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect, Order, Payment
-from tests.django.state import postgres_broker, stored
+from tests.django.state import stored
 from tests.django.urls import Refused
-from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -164,33 +160,6 @@ def test_a_lock_that_another_transaction_holds_delays_the_earlier_messages_a_mom
     # Alone it waits as long as it may.
     assert alone(given[1]) is HANDLED
     assert waited == ["20ms", "5s"]
-
-
-def test_a_lock_timeout_that_the_handler_swallows_is_not_an_outcome() -> None:
-    """With the short limit of a shared transaction, the handler would take another branch than alone."""
-    Order.objects.create(number="busy")
-    branches: list[str] = []
-
-    def update(given: Delivery) -> None:
-        try:
-            with transaction.atomic():
-                Order.objects.filter(number="busy").update(status="seen")
-            branches.append("updated")
-        except OperationalError:
-            branches.append("gave up")
-
-    @subscriber("orders", group="effects")
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        if given.key == "busy":
-            update(given)
-
-    given = deliveries("a", "busy")
-    with holding("busy"):
-        assert share(*given)[0] == [HANDLED, ALONE]
-    assert alone(given[1]) is HANDLED
-    assert branches == ["gave up", "updated"]
-    assert effects() == ["a", "busy"]
 
 
 @pytest.mark.parametrize(
@@ -403,27 +372,6 @@ def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
     assert len(effects()) == 96
     total = sum(int(status) for status in Order.objects.values_list("status", flat=True))
     assert total == 2 * 96
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_consumers_killed_in_shared_transactions() -> None:
-    """SIGKILL between two handlers, before COMMIT and after it: each effect is there once."""
-    count = 600
-    notes = {"TOPICS": {"notes": {"queue_count": 2}}, "MESSAGES_PER_COMMIT": 16}
-    noting: dict[str, Any] = {"outbox": notes, "subscribers": "effects.noting"}
-    postgres_broker().declare([Topic(name="notes", queue_count=2)])
-    postgres_broker().send([Message(topic="notes", body=b"{}", key=str(number)) for number in range(count)])
-    with child("broker", **noting, quiet=True):
-        for kill in ("before_handler=kill@90", "before_inbox_commit=kill@25", "after_inbox_commit=kill@25"):
-            with child("consumer", **noting, faults=f"consumer.{kill}", quiet=True) as victim:
-                assert victim.wait(60) == -signal.SIGKILL, kill
-        with child("consumer", **noting, quiet=True):
-            eventually(lambda: len(effects()) >= count, within_seconds=60)
-    made = [number.split(":") for number in effects()]
-    assert Counter(key for key, _ in made) == Counter(map(str, range(count)))
-    together = Counter(transaction_id for _, transaction_id in made)
-    assert max(together.values()) > 1, "no transaction was shared"
 
 
 def setting(name: str) -> str:

@@ -12,9 +12,9 @@ from uuid import UUID, uuid4
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connections, transaction
+from django.db import transaction
 
-from outbox import Message, Recall, RecallStatus
+from outbox import Recall, RecallStatus
 from outbox.broker.leading import Sequencer
 from outbox.contrib.django import (
     message,
@@ -23,13 +23,11 @@ from outbox.contrib.django import (
     publish_messages,
     recall,
     recall_key,
-    run_check_back,
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.engine.broker import flush, get_broker
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.testing import in_memory_outbox
 from outbox.errors import (
     MessageTypeMismatch,
     TransactionalMessagesRejected,
@@ -78,21 +76,12 @@ def remind(*keys: str) -> list[UUID]:
 # -- only in a transaction --------------------------------------------------------------------------
 
 
-def test_a_topic_that_is_only_transactional_refuses_a_publish_outside(path: str) -> None:
+def test_a_topic_that_is_only_transactional_refuses_a_publish_outside() -> None:
     with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
         publish("bound", {}, key="alone", at_once=True)
     with transaction.atomic():
         publish("bound", {}, key="kept")
     assert decisions() == {"kept": "C"}
-
-
-def test_it_is_refused_in_tests_of_an_application_too(application: None) -> None:
-    with in_memory_outbox() as outbox:
-        with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
-            publish("bound", {}, at_once=True)
-        with transaction.atomic():
-            publish("bound", {}, key="1")
-        assert [item.key for item in outbox.messages("bound")] == ["1"]
 
 
 # -- immunity of one message ------------------------------------------------------------------------
@@ -119,7 +108,7 @@ def test_immunity_is_given_per_message(path: str) -> None:
     assert immunities() == (expected if path == "two_phase" else dict.fromkeys(expected))
 
 
-def test_an_immunity_that_is_none_is_refused(path: str) -> None:
+def test_an_immunity_that_is_none_is_refused() -> None:
     cases: list[Any] = [-1, 1.5, True, "60", 10**9]
     for seconds in cases:
         with pytest.raises(UsageError, match="immunity_seconds must be a whole number"):
@@ -131,7 +120,7 @@ def test_an_immunity_that_is_none_is_refused(path: str) -> None:
         assert not Order.objects.exists()
 
 
-def test_immunity_without_a_transaction_is_refused(path: str) -> None:
+def test_immunity_without_a_transaction_is_refused() -> None:
     with pytest.raises(TransactionUsageError, match="no transaction is open"):
         publish("orders", {}, immunity_seconds=60)
 
@@ -153,7 +142,7 @@ def test_recall_by_id_and_by_key(path: str) -> None:
         recall_key("reminder", 7)
 
 
-def test_recall_is_refused_where_it_could_not_be_undone(path: str) -> None:
+def test_recall_is_refused_where_it_could_not_be_undone() -> None:
     [reminder] = remind("7")
     with pytest.raises(TransactionUsageError, match="on_commit"), transaction.atomic():
         recall(reminder)
@@ -166,17 +155,7 @@ def test_recall_is_refused_where_it_could_not_be_undone(path: str) -> None:
     assert [one.is_recalled for one in outcomes] == [True]
 
 
-def test_recall_in_tests_of_an_application(application: None) -> None:
-    with in_memory_outbox() as outbox:
-        with transaction.atomic():
-            dropped = publish("reminders", {}, key="1", delay=HOUR)
-            publish("reminders", {}, key="2", delay=HOUR)
-        assert recall(dropped.message_id).is_recalled
-        outbox.broker.advance(HOUR + 1)
-        assert [item.key for item in outbox.messages("reminders")] == ["2"]
-
-
-def test_the_recall_command(path: str) -> None:
+def test_the_recall_command() -> None:
     first, second, third, fourth = map(str, remind("7", "7", "8", "9"))
     assert "Recall 2 messages" in call("outbox_message", "recall", first, second, "--dry-run")
     assert "Recall 2 messages" in call(*("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--dry-run"))
@@ -240,42 +219,4 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
     assert decisions() == {"plain": "C", "kept": "C"}
 
 
-@pytest.mark.usefixtures("switched_back")
-def test_the_reject_command(path: str) -> None:
-    assert "Nothing was changed" in call("outbox_transaction", "reject", "--dry-run")
-    assert "There is nothing to do" in call("outbox_transaction", "accept")
-    assert "after: rejecting: True" in call("outbox_transaction", "reject")
-    assert json.loads(call("outbox_transaction", "reject", "--json"))["outcome"] == "nothing"
-    with pytest.raises(TransactionalMessagesRejected), transaction.atomic():
-        publish("orders", {})
-    out = StringIO()
-    with pytest.raises(SystemExit):
-        call_command("outbox_status", stdout=out, no_color=True)
-    assert "WARNING rejecting: " in out.getvalue()
-    assert "`outbox_transaction accept`" in out.getvalue()
-    assert json.loads(call("outbox_transaction", "accept", "--json"))["after"] == {"rejecting": False}
-    with transaction.atomic():
-        publish("orders", {}, key="kept")
-    assert decisions() == {"kept": "C"}
-
-
 # -- asking about parked ones -----------------------------------------------------------------------
-
-
-def test_an_operator_has_parked_transactions_asked_again() -> None:
-    one: Message = message("orders", {}, key="parked")
-    with transaction.atomic():
-        publish_messages([one])
-        connections["default"].run_on_commit.clear()
-    assert decisions() == {"parked": None}
-    get_broker().claim_checks(get_settings().producer_group)
-    with broker_connection() as (connection, _):
-        connection.execute(
-            "UPDATE outbox.pending_check SET parked_at = now(), park_reason = 'checks', due_at = now() + '1 hour'"
-        )
-    assert run_check_back().claimed == 0, "its turn is in an hour"
-    trace = json.loads(call("outbox_message", "show", str(one.message_id), "--json"))
-    assert trace["pending"]["park_reason"] == "checks"
-    call("outbox_transaction", "ask", "--parked")
-    assert run_check_back().committed == 1
-    assert decisions() == {"parked": "C"}

@@ -13,10 +13,10 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from django.core.checks import run_checks
-from django.db import OperationalError, connections, transaction
+from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from outbox import Delivery, Message, SendReceipt, hooks
+from outbox import SendReceipt, hooks
 from outbox.contrib.django import (
     message,
     publish,
@@ -25,13 +25,10 @@ from outbox.contrib.django import (
     recall,
     run_check_back,
     run_prune,
-    subscriber,
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import LedgerEntry
-from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.unique import Unique, keys
 from outbox.contrib.unique.models import UniqueKey
 from outbox.contrib.unique.option import MAX_WITHIN
@@ -126,13 +123,6 @@ def test_a_rollback_and_a_savepoint_free_the_key(path: str) -> None:
     assert names() == ["kept"]
 
 
-def test_a_transaction_sees_its_own_key(path: str) -> None:
-    with transaction.atomic():
-        first = once(name="first")
-        assert once(name="second").duplicate_of == first.message_id
-    assert names() == ["first"]
-
-
 def test_a_failing_publish_frees_the_key(outbox_settings: Callable[..., None]) -> None:
     with contextlib.suppress(UsageError), transaction.atomic():
         publish_messages(
@@ -179,16 +169,7 @@ def test_the_first_message_chooses_the_time() -> None:
         assert publish("orders", {}, Unique("a", within=timedelta(microseconds=1))).duplicate_of is not None
 
 
-def test_the_time_of_a_delayed_message_begins_with_the_publish_call(path: str) -> None:
-    with transaction.atomic():
-        first = once(topic="reminders", delay=timedelta(days=2))
-    assert UniqueKey.objects.get().message_id == first.message_id
-    end_windows()
-    with transaction.atomic():
-        assert once(topic="reminders", delay=timedelta(days=2)).duplicate_of is None
-
-
-def test_a_recalled_message_keeps_its_key(path: str) -> None:
+def test_a_recalled_message_keeps_its_key() -> None:
     with transaction.atomic():
         first = once(topic="reminders", delay=timedelta(days=2))
     assert names() == ["invoice:7"]
@@ -250,7 +231,7 @@ def test_the_transaction_id_is_the_id_of_the_first_message_that_is_stored(path: 
     assert names() == ["1", "plain"]
 
 
-def test_all_keys_of_a_call_are_taken_by_one_statement(path: str) -> None:
+def test_all_keys_of_a_call_are_taken_by_one_statement() -> None:
     with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
         publish_many("orders", [{"n": n} for n in range(50)], lambda body: Unique(body["n"], within=HOUR))
     assert sum("outbox_unique" in query["sql"] for query in queries) == 1
@@ -288,7 +269,7 @@ def late(number: str) -> str:
 
 
 @pytest.mark.parametrize("place", [early, late])
-def test_a_decorated_function_runs_and_publishes_no_duplicate(path: str, place: Callable[[str], object]) -> None:
+def test_a_decorated_function_runs_and_publishes_no_duplicate(place: Callable[[str], object]) -> None:
     place("7 first")
     place("7 second")
     place("8 third")
@@ -296,7 +277,7 @@ def test_a_decorated_function_runs_and_publishes_no_duplicate(path: str, place: 
     assert names() == ["7 first", "8 third"]
 
 
-def test_a_decorated_function_with_several_messages(path: str) -> None:
+def test_a_decorated_function_with_several_messages() -> None:
     @transactional_message(
         messages=lambda given: [message("orders", {}, Unique(one[0], within=HOUR), key=one) for one in given]
     )
@@ -308,20 +289,6 @@ def test_a_decorated_function_with_several_messages(path: str) -> None:
     place(["1 c", "2 c"])
     assert Order.objects.count() == 3
     assert names() == ["1 a", "2 a", "3 b"]
-
-
-def test_a_handler_publishes_no_duplicate(path: str, no_subscribers: None) -> None:
-    @subscriber("payments", group="unique")
-    def handler(delivery: Delivery) -> None:
-        once(name=delivery.key)
-
-    [registered] = subscribers()
-    invoke = InboxInvoker()
-    for offset, key in enumerate("ab"):
-        given = Message(topic="payments", body=b"{}", key=key)
-        delivery: Delivery = Delivery(message=given, body={}, group="unique", queue="payments/0", offset=offset)
-        invoke(registered.subscription, registered.handler, [delivery], generation=1)
-    assert names() == ["a"]
 
 
 # -- two connections --------------------------------------------------------------------------------
@@ -379,7 +346,7 @@ def waiting(count: int) -> None:
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_a_second_publisher_waits_for_the_first(path: str, pool: ThreadPoolExecutor, commits: bool) -> None:
+def test_a_second_publisher_waits_for_the_first(pool: ThreadPoolExecutor, commits: bool) -> None:
     first = Other(pool, lambda: once(name="first"), commits=commits)
     assert first.done.wait(20)
     second = Other(pool, lambda: once(name="second"))
@@ -391,7 +358,7 @@ def test_a_second_publisher_waits_for_the_first(path: str, pool: ThreadPoolExecu
     assert names() == (["first"] if commits else ["second"])
 
 
-def test_duplicates_do_not_wait_for_each_other(path: str, pool: ThreadPoolExecutor) -> None:
+def test_duplicates_do_not_wait_for_each_other(pool: ThreadPoolExecutor) -> None:
     with transaction.atomic():
         once()
     several = [Other(pool, once) for _ in range(3)]
@@ -400,7 +367,7 @@ def test_duplicates_do_not_wait_for_each_other(path: str, pool: ThreadPoolExecut
     assert all(one.end().duplicate_of is not None for one in several)
 
 
-def test_waiting_ends_with_lock_timeout(path: str, pool: ThreadPoolExecutor) -> None:
+def test_waiting_ends_with_lock_timeout(pool: ThreadPoolExecutor) -> None:
     first = Other(pool, once)
     assert first.done.wait(20)
 
@@ -415,7 +382,7 @@ def test_waiting_ends_with_lock_timeout(path: str, pool: ThreadPoolExecutor) -> 
     assert first.end().duplicate_of is None
 
 
-def test_an_expired_key_is_replaced_by_one_of_two_publishers(path: str, pool: ThreadPoolExecutor) -> None:
+def test_an_expired_key_is_replaced_by_one_of_two_publishers(pool: ThreadPoolExecutor) -> None:
     with transaction.atomic():
         once()
     end_windows()
@@ -460,7 +427,7 @@ def batch(*wanted: str) -> Callable[[], list[UUID | None]]:
 
 
 @pytest.mark.parametrize("expired", [False, True])
-def test_two_batches_with_the_same_keys_do_not_deadlock(path: str, pool: ThreadPoolExecutor, expired: bool) -> None:
+def test_two_batches_with_the_same_keys_do_not_deadlock(pool: ThreadPoolExecutor, expired: bool) -> None:
     if expired:
         with transaction.atomic():
             batch("a", "m", "z")()
@@ -478,39 +445,6 @@ def test_two_batches_with_the_same_keys_do_not_deadlock(path: str, pool: ThreadP
     # With expired keys, either batch may come first.
     assert sorted(found, key=lambda duplicates: None in duplicates)[1] == [None, None, None]
     assert None not in sorted(found, key=lambda duplicates: None in duplicates)[0]
-
-
-def test_batches_in_the_order_of_the_call_would_deadlock(pool: ThreadPoolExecutor) -> None:
-    """The control of the test above."""
-
-    def insert(*wanted: str) -> Callable[[], None]:
-        def insert_keys() -> None:
-            with connections["default"].cursor() as cursor:
-                values: list[Any] = [
-                    ["orders"] * len(wanted),
-                    list(wanted),
-                    [uuid4() for _ in wanted],
-                    [60.0] * len(wanted),
-                ]
-                cursor.execute(keys._INSERT_POSTGRESQL, values)
-
-        return insert_keys
-
-    middle = Other(pool, insert("m"), commits=False)
-    assert middle.done.wait(20)
-    both = [Other(pool, insert("a", "m", "z")), Other(pool, insert("z", "m", "a"))]
-    waiting(2)
-    middle.end()
-    errors = []
-    for one in both:
-        one.let_end()
-    for one in both:
-        try:
-            one.end()
-        except OperationalError as error:
-            errors.append(str(error))
-    assert len(errors) == 1
-    assert "deadlock detected" in errors[0]
 
 
 def test_a_fifo_key_is_locked_before_the_unique_key(path: str, pool: ThreadPoolExecutor) -> None:
@@ -552,7 +486,7 @@ STRICT = pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 
 
 @STRICT
-def test_a_key_held_before_the_snapshot_makes_a_duplicate(path: str, level: str) -> None:
+def test_a_key_held_before_the_snapshot_makes_a_duplicate(level: str) -> None:
     with transaction.atomic():
         first = once()
     with isolated(level):
@@ -567,7 +501,7 @@ def test_a_key_held_before_the_snapshot_makes_a_duplicate(path: str, level: str)
 @STRICT
 @pytest.mark.parametrize("expired", [False, True])
 def test_a_key_taken_after_the_snapshot_is_a_serialization_failure(
-    path: str, level: str, expired: bool, pool: ThreadPoolExecutor
+    level: str, expired: bool, pool: ThreadPoolExecutor
 ) -> None:
     if expired:
         with transaction.atomic():

@@ -187,8 +187,7 @@ PARTS: Final = (
         r"saga",
         ("contrib/saga/",),
         tests=(
-            *("crash_kit/blind/", "django/faults_of_sagas.py", "django/hotel/saga.py", "django/hotel/services.py"),
-            "django/test_saga.py",
+            *("django/faults_of_sagas.py", "django/hotel/saga.py", "django/hotel/services.py", "django/test_saga.py"),
         ),
     ),
     Part(

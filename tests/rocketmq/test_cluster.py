@@ -21,13 +21,18 @@ from typing import Final
 import pytest
 
 from outbox.contrib.django.engine import broker as broker_access
+from outbox.utils import faults
 from tests.django.shop.models import Order
 from tests.rocketmq.cluster import BROKERS, PROXIES, RocketMQCluster
 from tests.rocketmq.conftest import PROGRAMS
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled
-from tests.rocketmq.test_campaign import CHILDREN, STEPS
 from tests.rocketmq_server import fetch_programs
 from tests.support import eventually
+
+CHILD: Final = ["-m", "outbox.contrib.django.worker.child"]
+CHILDREN: Final = {"check": [*CHILD, "check"], "consumer-1": [*CHILD, "consumer"], "consumer-2": [*CHILD, "consumer"]}
+# No message of these tests is unique.
+STEPS: Final = [point for point in faults.POINTS if point.startswith("producer.") and point != "producer.after_options"]
 
 # The version that docs/engines.md recommends.
 VERSION: Final = "5.5.0"

@@ -41,9 +41,3 @@ def test_the_plot_is_drawn_from_files_of_the_site(open_demo: DemoRun, tmp_path: 
         assert set(sources) == {_site(open_demo)}
         browser.screenshot(tmp_path / "income.png")
         assert (tmp_path / "income.png").stat().st_size > 10_000
-
-
-def test_without_javascript_the_table_shows_the_sums(open_demo: DemoRun) -> None:
-    with Browser(scripts=False) as browser:
-        browser.goto(f"{_site(open_demo)}/income/")
-        assert "€" in browser.text(".scroll table")

@@ -48,24 +48,6 @@ def test_four_states_arrive_on_the_page_by_its_script(open_demo: DemoRun) -> Non
         assert "There is nothing in your cart" in browser.text("main")
 
 
-def test_four_states_arrive_without_javascript(open_demo: DemoRun) -> None:
-    with Browser(scripts=False) as browser:
-        _order_something(browser, _site(open_demo))
-        browser.click(".pay button.strong")
-        browser.wait_for("document.querySelector('.steps')?.dataset.complete === 'true'")
-        assert _done(browser) == ["orders", "logistics", "points", "cart"]
-
-
-def test_a_declined_card_leaves_the_order_open_and_sends_no_message(open_demo: DemoRun) -> None:
-    with Browser(width=390, height=800, dark=True) as browser:
-        _order_something(browser, _site(open_demo))
-        browser.evaluate("document.querySelector('input[value=empty]').checked = true")
-        browser.click(".pay button.strong")
-        assert "The card was declined" in browser.text("[role=alert]")
-        assert "Awaiting payment" in browser.text("main")
-        assert _done(browser) == []
-
-
 @pytest.mark.parametrize("width", [320, 1280])
 def test_no_page_scrolls_sideways(open_demo: DemoRun, width: int) -> None:
     with Browser(width=width) as browser:

@@ -182,6 +182,3 @@ class Snapshot:
     @property
     def text(self) -> str:
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
-
-    def sees(self, xid: int) -> bool:
-        return xid < self.xmax and xid not in self.in_progress

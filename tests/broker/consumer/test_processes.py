@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from outbox.broker.groups.leases import lease_clock
-from outbox.broker.operations.audit import count_messages
 from tests.broker.bench import FIFO, ConsumptionBench, assert_each_once_in_order, keyed
 from tests.support import eventually
 
@@ -106,25 +105,6 @@ def test_killed_at_every_step_takes_effect_once(orders: ConsumptionBench, step: 
     orders.spawn("heir", mode="key_ordered")
     eventually(lambda: orders.lag("g") == 0)
     assert_each_once_in_order(orders.effects(), 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [pytest.param("before_send_back", marks=pytest.mark.soak), "after_send_back"])
-def test_killed_while_sending_back_loses_and_doubles_nothing(orders: ConsumptionBench, step: str) -> None:
-    """Every first attempt fails; the process dies when the failures of some are stored, or about to be."""
-    victim = orders.spawn("victim", fail=1, faults=f"consumer.{step}=kill@3")
-    orders.wait_for_shares(6)
-    with orders.sequencing():
-        for start in range(0, 200, 10):
-            orders.publish(keyed("orders", 10, 20, start=start))
-        assert victim.wait(20) == -signal.SIGKILL
-        orders.spawn("heir", fail=1)
-        eventually(lambda: orders.effect_count() == 200 and orders.retrying() == 0)
-        eventually(lambda: orders.lag("g") == 0)
-    each_once(orders, 200)
-    orders.assert_conserved("g")
-    # Messages that the killed process had sent back were not delivered and counted again in their old place.
-    assert count_messages(orders.run).differences() == []
 
 
 # -- frozen processes -------------------------------------------------------------------------------

@@ -157,22 +157,6 @@ def test_a_killer_in_a_batch_costs_the_other_messages_no_attempt(orders: Consump
     assert_innocents_took_effect_once(orders, sent, [9])
 
 
-@pytest.mark.slow
-def test_other_queues_continue_while_a_killer_is_found(orders: ConsumptionBench, tmp_path: Path) -> None:
-    """Another group of the same processes, and the other queues; the workers do not die in turn for ever."""
-    sent = messages(200, deeds={9: "kill"})
-    orders.publish(sent)
-    with working(orders, tmp_path, count=2, groups=["g", "other"], lease_seconds=30.0) as workers:
-        # With a term of 30 s only the supervisor's report lets the queues of a dead process continue in time. It kills
-        # for both groups, and each gives it up.
-        eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 2, within_seconds=LONG)
-        eventually(lambda: orders.lag("g") == 0 and orders.lag("other") == 0, within_seconds=LONG)
-        assert workers.deaths() <= 9
-    expected = Counter(message.message_id for message in sent for _ in range(2))
-    del expected[sent[9].message_id]
-    assert Counter(message_id for *_, message_id in orders.effects()) == expected
-
-
 def test_a_new_process_handles_the_other_messages_first(orders: ConsumptionBench) -> None:
     """A message that kills each process must not be the only one that is handled between two deaths."""
     subscription = Subscription(group="g", topic="orders", threads=1, retry=AT_ONCE)
@@ -187,16 +171,6 @@ def test_a_new_process_handles_the_other_messages_first(orders: ConsumptionBench
         eventually(lambda: len(seen.ns) == 40)
     assert sorted(seen.ns[-2:]) == [0, 1]
     assert quarantine.of_groups(orders.run, [group_id]) == {group_id: {}}
-
-
-def test_system_exit_in_a_handler_is_a_failed_attempt(orders: ConsumptionBench, tmp_path: Path) -> None:
-    sent = messages(10, deeds={3: "system_exit"})
-    orders.publish(sent)
-    with working(orders, tmp_path, max_attempts=2) as workers:
-        eventually(lambda: letters(orders), within_seconds=LONG)
-        assert workers.deaths() == 0
-    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
-    assert letter.error.startswith("SystemExit: 9") and letter.attempts == 2
 
 
 def test_a_harmless_message_whose_process_was_killed_from_outside_is_cleared(
@@ -215,20 +189,6 @@ def test_a_harmless_message_whose_process_was_killed_from_outside_is_cleared(
         eventually(lambda: quarantined(orders) == [], within_seconds=LONG)
     assert letters(orders) == []
     assert_innocents_took_effect_once(orders, sent, [])
-
-
-def test_a_killer_that_was_mended_is_cleared_and_takes_effect(orders: ConsumptionBench, tmp_path: Path) -> None:
-    armed = tmp_path / "armed"
-    armed.touch()
-    sent = messages(10, deeds={3: "exit"})
-    orders.publish(sent)
-    with working(orders, tmp_path, armed=str(armed)) as workers:
-        # Once among others and once alone.
-        eventually(lambda: workers.deaths() == 2, within_seconds=LONG)
-        armed.unlink()
-        eventually(lambda: is_done(orders) and orders.effect_count() == 10, within_seconds=LONG)
-        eventually(lambda: quarantined(orders) == [], within_seconds=LONG)
-    assert letters(orders) == []
 
 
 def test_a_requested_end_puts_no_message_into_quarantine(orders: ConsumptionBench, tmp_path: Path) -> None:

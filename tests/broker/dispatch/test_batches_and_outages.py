@@ -103,8 +103,7 @@ def test_a_batch_is_halved_until_the_poison_message_is_alone(orders: Consumption
 # -- a service that is down -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("mode", "batch"), [(Mode.CONCURRENT, 64), (Mode.ORDERLY, 1), (Mode.KEY_ORDERED, 64)])
 def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, batch: int) -> None:
     world = World(away=True)
     orders.publish(messages(200, keys=100))
@@ -240,8 +239,7 @@ def test_what_cannot_begin_beside_others_uses_up_no_attempt(orders: ConsumptionB
     assert dead_letters.list_dead_letters(orders.run) == []
 
 
-@pytest.mark.parametrize("batch", [1, 10])
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("mode", "batch"), [(Mode.CONCURRENT, 1), (Mode.ORDERLY, 10), (Mode.KEY_ORDERED, 1)])
 def test_what_fails_before_the_handler_uses_up_no_attempt(orders: ConsumptionBench, mode: Mode, batch: int) -> None:
     class Invoker:
         def __init__(self) -> None:

@@ -106,22 +106,6 @@ def test_sixteen_attempts_by_default() -> None:
     assert not policy.exhausted(15) and policy.exhausted(16)
 
 
-def test_a_retried_message_takes_effect_once_it_succeeds(orders: ConsumptionBench) -> None:
-    attempts: Counter[int] = Counter()
-
-    def succeed_on_third(delivery: Delivery) -> None:
-        attempts[delivery.body["n"]] += 1
-        if delivery.attempt < 3:
-            raise ValueError
-
-    orders.publish([message(n) for n in range(20)])
-    orders.run_until_idle(subscribe(), succeed_on_third)
-    assert attempts == dict.fromkeys(range(20), 3)
-    assert dead_letters.list_dead_letters(orders.run) == []
-    assert orders.lag("g") == 0
-    orders.assert_conserved("g")
-
-
 def test_listener_chooses_the_level(orders: ConsumptionBench) -> None:
     def fail(delivery: Delivery) -> None:
         raise RetryLater(level=3)
@@ -129,16 +113,6 @@ def test_listener_chooses_the_level(orders: ConsumptionBench) -> None:
     orders.publish([message()])
     orders.runtime((subscribe(retry=LATER), fail)).run_once()
     assert scheduled(orders) == [(1, 60)]
-
-
-def test_permanent_error_is_dead_lettered_at_once(orders: ConsumptionBench) -> None:
-    def fail(delivery: Delivery) -> None:
-        raise PermanentError("no such customer")
-
-    orders.publish([message()])
-    orders.run_until_idle(subscribe(), fail)
-    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
-    assert (letter.attempts, letter.error.splitlines()[0]) == (1, "PermanentError: no such customer")
 
 
 def test_reaction_per_error_type_the_most_specific_wins(orders: ConsumptionBench) -> None:
@@ -334,21 +308,6 @@ def test_retry_queue_serves_several_topics_of_a_group(orders: ConsumptionBench) 
     orders.sequence()
     runtime.run_once()
     assert sorted(seen) == [("b", "bills", 2), ("o", "orders", 1)]
-
-
-def test_handler_errors_do_not_hold_up_the_others(orders: ConsumptionBench) -> None:
-    seen: list[int] = []
-
-    def handle(delivery: Delivery) -> None:
-        if delivery.body["n"] % 5 == 0:
-            raise ValueError
-        seen.append(delivery.body["n"])
-
-    orders.publish([message(n) for n in range(50)])
-    orders.runtime((subscribe(retry=LATER), handle)).run_once()
-    assert sorted(seen) == [n for n in range(50) if n % 5]
-    assert orders.lag("g") == 0
-    assert orders.retrying() == 10
 
 
 def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import pytest
@@ -14,7 +13,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
-from outbox.message import Delivery, Message
+from outbox.message import Message
 from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.groups.test_groups import message, messages, subscribe
 from tests.support import eventually
@@ -24,27 +23,6 @@ from tests.support import eventually
 def orders(bench: ConsumptionBench) -> ConsumptionBench:
     bench.declare("orders")
     return bench
-
-
-def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: ConsumptionBench) -> None:
-    seen = Seen()
-    at: dict[int, datetime] = {}
-
-    def handle(delivery: Delivery) -> None:
-        at[delivery.body["n"]] = datetime.now(UTC)
-        seen(delivery)
-
-    start = datetime.now(UTC)
-    due = {n: start + timedelta(seconds=0.4 * n) for n in (1, 2)}
-    # Far away: on a slow machine, the recall would otherwise come after its delivery.
-    recalled = message(9, deliver_at=start + timedelta(hours=1))
-    with orders.sequencing(), orders.running((subscribe(), handle)):
-        orders.broker.send([*(message(n, deliver_at=time) for n, time in due.items()), recalled])
-        eventually(lambda: orders.broker.recall([recalled.message_id])[0].is_recalled)
-        eventually(lambda: len(seen.ns) == 2)
-    assert seen.ns == [1, 2]
-    assert all(at[n] >= due[n] for n in due)
-    assert orders.rows("SELECT count(*) FROM outbox.scheduled") == [(0,)]
 
 
 def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:

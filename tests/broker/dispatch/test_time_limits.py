@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -84,8 +83,7 @@ def assert_counted(bench: ConsumptionBench, expected: int, group: str = "g") -> 
     bench.assert_conserved(group)
 
 
-@pytest.mark.parametrize("batch", [1, 10])
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(("mode", "batch"), [(Mode.CONCURRENT, 1), (Mode.ORDERLY, 10), (Mode.KEY_ORDERED, 1)])
 def test_no_handler_gets_a_message_after_its_limit(bench: ConsumptionBench, mode: Mode, batch: int) -> None:
     bench.declare("orders", queues=1, types=FIFO)
     seen = Seen()
@@ -99,18 +97,6 @@ def test_no_handler_gets_a_message_after_its_limit(bench: ConsumptionBench, mode
     assert sum(one.failed for one in passes) == 0
     assert bench.lag("g") == 0
     assert_counted(bench, 10)
-
-
-def test_the_limit_of_a_delayed_message_counts_from_its_delivery_time(orders: ConsumptionBench) -> None:
-    seen = Seen()
-    due = datetime.now(UTC) + timedelta(hours=2)
-    orders.publish([message(1, deliver_at=due), message(2, "7200", delay=timedelta(hours=2))])
-    let_limits_end(orders, 7230)
-    orders.connection.execute("UPDATE outbox.scheduled SET due_at = now()")
-    orders.sequence()
-    orders.run_until_idle(subscribe(), seen)
-    assert seen.take() == [1, 2], "both limits began at the delivery time, 30 s ago"
-    assert timed_out(orders) == []
 
 
 def test_every_group_decides_for_itself(orders: ConsumptionBench) -> None:

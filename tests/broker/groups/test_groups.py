@@ -137,14 +137,6 @@ def test_a_group_is_broadcast_or_not_for_good(orders: ConsumptionBench) -> None:
         orders.runtime((subscribe(), Seen()), (subscribe(), Seen()))
 
 
-def test_two_groups_each_get_everything(orders: ConsumptionBench) -> None:
-    one, two = Seen(), Seen()
-    orders.publish(messages(0, 50))
-    counts = orders.runtime((subscribe(), one), (subscribe(group="h"), two)).run_once()
-    assert counts.handled == 100
-    assert one.take() == two.take() == list(range(50))
-
-
 # -- where a new group starts -----------------------------------------------------------------------
 
 
@@ -317,23 +309,3 @@ def test_retention_overtaking_a_group_is_counted_as_expired(orders: ConsumptionB
 
 
 # -- filters in the broker --------------------------------------------------------------------------
-
-
-def test_filters_by_tags_and_by_header_expression(orders: ConsumptionBench) -> None:
-    tags, headers, everything = Seen(), Seen(), Seen()
-    for n in range(30):
-        orders.broker.send(
-            [message(n, tag=["paid", "refunded", "noted"][n % 3], headers={"amount": str(n)} if n % 2 else {})]
-        )
-    orders.sequence()
-    counts = orders.runtime(
-        (subscribe(group="t", filter="paid || refunded"), tags),
-        (subscribe(group="h", filter="sql: amount > 9 AND TAGS = 'noted'"), headers),
-        (subscribe(group="a"), everything),
-    ).run_once()
-    assert tags.take() == [n for n in range(30) if n % 3 != 2]
-    assert headers.take() == [n for n in range(30) if n % 2 and n > 9 and n % 3 == 2]
-    assert everything.take() == list(range(30))
-    assert counts.filtered == 10 + 30 - len([n for n in range(30) if n % 2 and n > 9 and n % 3 == 2])
-    for group in "tha":
-        orders.assert_conserved(group)

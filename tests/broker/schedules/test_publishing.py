@@ -376,12 +376,6 @@ def test_a_change_mends_a_schedule_that_cannot_be_published(run: Executor) -> No
     assert publish(run, NOON + HOUR).published == 1
 
 
-def test_a_change_waits_at_most_a_minute_for_a_leader(run: Executor) -> None:
-    declare(run, GROUP, [hourly()], now=NOON)
-    changed = hourly(expression="30 * * * *")
-    assert declare(run, GROUP, [changed], now=NOON + HOUR + timedelta(minutes=1)).changed == 1
-
-
 def test_a_change_of_the_body_keeps_the_due_moment_and_the_pause(run: Executor) -> None:
     declare(run, GROUP, [hourly()], now=NOON)
     pause(run, GROUP, "report", paused=True)

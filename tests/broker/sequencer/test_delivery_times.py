@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
-from tests.broker.support import drain, end, half, message, new_sequencer, queued_ids
+from tests.broker.support import end, half, message, new_sequencer, queued_ids
 
 
 def test_a_delayed_message_and_a_retry_are_queued_when_due(
@@ -40,16 +40,3 @@ def test_a_transactional_message_decided_after_its_delivery_time_is_due_at_once(
     broker.send_half(late)
     broker.end([end(late.transaction_id)])
     assert new_sequencer(database).run_once(connection).appended == 1
-
-
-def test_recall_of_a_scheduled_message(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    sequencer = new_sequencer(database)
-    delayed = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
-    broker.send([delayed])
-    assert [one.status for one in broker.recall([delayed.message_id])] == ["waiting"], "the sequencer comes first"
-    drain(sequencer, connection)
-    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled"]
-    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled before"]
-    assert connection.execute("SELECT count(*) FROM outbox.recalled").fetchone() == (1,)

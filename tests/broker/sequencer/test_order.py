@@ -49,59 +49,6 @@ def test_transactional_and_ordered(
     assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
 
 
-def test_a_rolled_back_message_lets_the_next_go(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    first, second = _send_half(broker, "k"), _send_half(broker, "k")
-    sequencer = new_sequencer(database)
-    broker.end([end(second)])
-    drain(sequencer, connection)
-    broker.end([end(first, Decision.ROLLBACK)])
-    drain(sequencer, connection)
-    assert queued_ids(connection) == [second]
-
-
-def test_a_plain_message_waits_behind_an_undecided_half_of_its_key(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    first = _send_half(broker, "k")
-    plain = message("ordered", key="k")
-    broker.send([plain])
-    sequencer = new_sequencer(database)
-    drain(sequencer, connection)
-    assert queued_ids(connection) == []
-    broker.end([end(first)])
-    drain(sequencer, connection)
-    assert queued_ids(connection) == [first, plain.message_id]
-
-
-def test_half_and_decision_in_the_same_tick(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    sequencer = new_sequencer(database)
-    sequencer.run_once(connection)
-    ids = [_send_half(broker, "k") for _ in range(5)]
-    broker.end([end(one) for one in reversed(ids)])
-    assert drain(sequencer, connection).held == 0
-    assert queued_ids(connection) == ids
-
-
-def test_a_new_leader_knows_what_is_open_and_held(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    first, second = _send_half(broker, "k"), _send_half(broker, "k")
-    broker.end([end(second)])
-    drain(new_sequencer(database), connection)
-    third = _send_half(broker, "k")
-    broker.end([end(third)])
-    heir = new_sequencer(database)
-    assert drain(heir, connection).held == 1
-    broker.end([end(first)])
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [first, second, third]
-    assert_gapless(connection)
-
-
 def test_a_new_leader_after_a_cut_backlog_knows_what_was_decided_but_not_read(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

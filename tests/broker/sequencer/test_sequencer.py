@@ -14,7 +14,6 @@ from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.topic import Topic
-from outbox.transaction import Decision
 from tests.broker.support import (
     ANY,
     assert_gapless,
@@ -33,36 +32,6 @@ def _ticks(connection: BrokerConnection) -> int:
     row = connection.execute("SELECT max(tick_id) FROM outbox.tick").fetchone()
     assert row is not None
     return int(row[0])
-
-
-def test_exactly_the_committed_messages_are_queued(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    committed, rolled_back, undecided = half(message(), message()), half(), half()
-    for one in (committed, rolled_back, undecided):
-        broker.send_half(one)
-    sent = broker.send([message(), message()])
-    broker.end([end(committed.transaction_id), end(rolled_back.transaction_id, Decision.ROLLBACK)])
-    counts = new_sequencer(database).run_once(connection)
-    assert (counts.decisions, counts.appended) == (3, 4)
-    expected = {one.message_id for one in committed.messages} | {receipt.message_id for receipt in sent}
-    assert set(queued_ids(connection)) == expected
-    assert_gapless(connection)
-
-
-def test_a_half_message_is_invisible_at_any_offset_before_its_decision(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    sequencer = new_sequencer(database)
-    waiting = half()
-    broker.send_half(waiting)
-    assert not sequencer.run_once(connection).ticked
-    broker.send([message()])
-    drain(sequencer, connection)
-    assert waiting.transaction_id not in queued_ids(connection)
-    broker.end([end(waiting.transaction_id)])
-    drain(sequencer, connection)
-    assert queued_ids(connection).count(waiting.transaction_id) == 1
 
 
 def test_no_tick_when_nothing_is_new(

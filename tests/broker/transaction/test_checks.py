@@ -17,7 +17,7 @@ from outbox.broker.log import incidents
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, half_scan
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus
-from tests.broker.support import drain, end, half, in_threads, let_time_pass, message, new_sequencer, queued_ids
+from tests.broker.support import end, half, in_threads, let_time_pass, message
 from tests.support import eventually
 
 UNKNOWN = Decision.UNKNOWN
@@ -36,30 +36,6 @@ def _answers(found: Sequence[Check], decision: Decision, *, counts: bool = True,
     return [
         Answer(transaction_id=check.transaction_id, decision=decision, counts=counts, detail=detail) for check in found
     ]
-
-
-def test_the_end_message_is_lost_and_check_back_decides(
-    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    committed, rolled_back = half(message(key="1"), message()), half()
-    at_once.send_half(committed)
-    at_once.send_half(rolled_back)
-    found = {check.transaction_id: check for check in at_once.claim_checks("shop")}
-    assert set(found) == {committed.transaction_id, rolled_back.transaction_id}
-    check = found[committed.transaction_id]
-    asked, sent = check.message, committed.messages[0]
-    assert (asked.message_id, asked.topic, asked.key, asked.body) == (sent.message_id, "orders", "1", sent.body)
-    assert (check.checks, check.may_write) == (0, True)
-    answers = [
-        Answer(transaction_id=committed.transaction_id, decision=Decision.COMMIT),
-        Answer(transaction_id=rolled_back.transaction_id, decision=Decision.ROLLBACK),
-    ]
-    assert at_once.report_answers("shop", answers) == [EndStatus.APPLIED, EndStatus.APPLIED]
-    drain(new_sequencer(database), connection)
-    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in committed.messages)
-    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
-    deciders = connection.execute("SELECT DISTINCT decided_by::text FROM outbox.op_log").fetchall()
-    assert deciders == [("K",)]
 
 
 def test_immunity_is_honoured_per_message_and_uses_no_check(
@@ -136,16 +112,6 @@ def test_nothing_is_checked_twice_by_concurrent_claims(at_once: PostgresBroker, 
     rest = lasting.claim_checks("shop")
     assert sorted(claimed + [check.transaction_id for check in rest]) == sorted(one.transaction_id for one in halves)
     lasting.close()
-
-
-def test_no_producer_of_the_group_alive_uses_up_no_check(broker: PostgresBroker, connection: BrokerConnection) -> None:
-    one = half()
-    broker.send_half(one)
-    let_time_pass(connection, 80 * 3600)
-    assert broker.claim_checks("another group") == []
-    [check] = broker.claim_checks("shop")
-    assert check.checks == 0
-    assert broker.report_answers("shop", _answers([check], Decision.COMMIT)) == [EndStatus.APPLIED]
 
 
 def test_answers_of_another_group_are_refused(at_once: PostgresBroker, connection: BrokerConnection) -> None:

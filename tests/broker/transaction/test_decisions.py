@@ -15,49 +15,16 @@ from psycopg.errors import CheckViolation
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log import commit_log, incidents
+from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import decisions
-from outbox.errors import InvalidMessage, UsageError
+from outbox.errors import UsageError
 from outbox.transaction import Decision, EndStatus, EndTransaction, HalfTransaction
 from outbox.utils.ids import uuid7
 from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
 
 COMMIT, ROLLBACK = Decision.COMMIT, Decision.ROLLBACK
-
-
-def test_the_first_decision_is_final_and_a_contradiction_is_reported(
-    broker: PostgresBroker, connection: BrokerConnection
-) -> None:
-    one = half()
-    broker.send_half(one)
-    statuses = [broker.end([end(one.transaction_id, decision)])[0] for decision in (COMMIT, COMMIT, ROLLBACK)]
-    assert statuses == [EndStatus.APPLIED, EndStatus.REPEATED, EndStatus.CONTRADICTED]
-    assert decisions.standing_decisions(Executor(connection, "outbox"), [one.transaction_id]) == {
-        one.transaction_id: COMMIT
-    }
-    [incident] = incidents.recent(Executor(connection, "outbox"))
-    assert (incident.kind, incident.subject) == ("contradicted", str(one.transaction_id))
-
-
-def test_the_same_transaction_twice_in_one_batch(broker: PostgresBroker) -> None:
-    one = half()
-    broker.send_half(one)
-    ends = [end(one.transaction_id), end(one.transaction_id), end(one.transaction_id, ROLLBACK)]
-    assert broker.end(ends) == [EndStatus.APPLIED, EndStatus.REPEATED, EndStatus.CONTRADICTED]
-
-
-def test_an_end_for_an_unknown_transaction_or_of_another_group_is_refused(
-    broker: PostgresBroker, connection: BrokerConnection
-) -> None:
-    one, (plain,) = half(), broker.send([message()])
-    broker.send_half(one)
-    ends = [end(uuid7()), end(one.transaction_id, group="other"), end(plain.message_id)]
-    assert broker.end(ends) == [EndStatus.REFUSED] * 3
-    assert {incident.kind for incident in incidents.recent(Executor(connection, "outbox"))} == {"refused"}
-    assert "belongs to group 'shop'" in " ".join(one.detail for one in incidents.recent(Executor(connection, "outbox")))
-    assert broker.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
 
 
 def test_unknown_is_no_outcome(broker: PostgresBroker) -> None:
@@ -126,32 +93,6 @@ def test_model_of_the_op_log(broker: PostgresBroker, reports: list[tuple[int, De
             ]
         )
     assert found == expected
-
-
-def test_a_resent_message_is_stored_once(broker: PostgresBroker, connection: BrokerConnection) -> None:
-    batch = [message(key=str(number)) for number in range(5)]
-    first = broker.send(batch)
-    assert broker.send(batch) == first
-    assert broker.send(batch[:1])[0].position == first[0].position
-    one = half(message(), message())
-    receipts = broker.send_half(one)
-    assert broker.send_half(one) == receipts
-    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (7,)
-    assert connection.execute("SELECT count(*) FROM outbox.op_log").fetchone() == (1,)
-
-
-def test_a_message_id_used_for_something_else_is_refused_and_nothing_is_lost(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    first, second = message(), message()
-    broker.send([first])
-    with pytest.raises(InvalidMessage, match="sent before, in a call with other messages"):
-        broker.send([first, second])
-    with pytest.raises(InvalidMessage, match="plain message"):
-        broker.send_half(HalfTransaction(producer_group="shop", messages=[first]))
-    assert broker.send([second, first])[1].transaction_id == first.message_id
-    drain(new_sequencer(database), connection)
-    assert sorted(queued_ids(connection)) == sorted([first.message_id, second.message_id])
 
 
 def test_concurrent_resends_of_one_call(database: BrokerDatabase, connection: BrokerConnection) -> None:

@@ -17,8 +17,8 @@ from outbox.broker.operations.summary import read as read_summary
 from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, parking
-from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus, HalfTransaction, ParkReason
-from tests.broker.support import drain, end, half, let_time_pass, new_sequencer, queued_ids
+from outbox.transaction import Answer, Check, CheckSettings, Decision, HalfTransaction, ParkReason
+from tests.broker.support import end, half, let_time_pass
 
 NOW = CheckSettings(immunity_seconds=0, recheck_seconds=0)
 THREE_DAYS, HOUR = 72 * 3600, 3600
@@ -69,43 +69,6 @@ def parked_by_checks(broker: PostgresBroker) -> HalfTransaction:
 
 def asked(broker: PostgresBroker, group: str = "shop") -> list[UUID]:
     return [check.transaction_id for check in broker.claim_checks(group)]
-
-
-def test_limits_lead_to_parking_and_a_late_end_still_decides(
-    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    one = half()
-    at_once.send_half(one)
-    for number in range(15):
-        [check] = at_once.claim_checks("shop")
-        assert check.checks == number
-        assert at_once.report_answers("shop", answer([check], detail=f"no {number}")) == [None]
-    assert at_once.claim_checks("shop") == []
-    [incident] = incidents.recent(Executor(connection, "outbox"))
-    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
-    assert connection.execute("SELECT count(*) FROM outbox.check_history").fetchone() == (15,)
-    assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [one.transaction_id]
-    checks.scan(Executor(connection, "outbox"), settings=NOW)
-    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
-
-
-def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, connection: BrokerConnection) -> None:
-    """A committed order whose group was down for days, and whose ledger cannot be reached when the group comes back."""
-    one = half()
-    at_once.send_half(one)
-    checks.scan(Executor(connection, "outbox"), settings=NOW)
-    let_time_pass(connection, 80 * HOUR)
-    for _ in range(NOW.max_checks + 5):
-        found = at_once.claim_checks("shop")
-        assert [check.checks for check in found] == [0]
-        at_once.report_answers("shop", answer(found, counts=False, detail="the ledger cannot be asked"))
-    assert parked(connection) == {}
-    found = at_once.claim_checks("shop")
-    assert at_once.report_answers("shop", [Answer(transaction_id=one.transaction_id, decision=Decision.COMMIT)]) == [
-        EndStatus.APPLIED
-    ]
 
 
 def test_maintenance_parks_halves_without_an_answer_and_names_the_group(
@@ -159,37 +122,6 @@ def test_a_decided_transaction_is_not_parked(at_once: PostgresBroker, connection
     at_once.end([end(one.transaction_id)])
     let_time_pass(connection, THREE_DAYS + 1)
     assert park(connection) == 0
-
-
-def test_a_parked_one_is_asked_about_every_hour_until_it_is_decided(
-    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    one = parked_by_checks(at_once)
-    assert parked(connection) == {one.transaction_id: ParkReason.CHECKS}
-    for checks_so_far in (15, 16, 17):
-        assert asked(at_once) == []
-        let_time_pass(connection, HOUR)
-        found = at_once.claim_checks("shop")
-        assert [check.checks for check in found] == [checks_so_far]
-        at_once.report_answers("shop", answer(found))
-    assert len(incidents.recent(Executor(connection, "outbox"))) == 1, "parked once"
-    let_time_pass(connection, HOUR)
-    [check] = at_once.claim_checks("shop")
-    at_once.report_answers("shop", [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT)])
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [one.transaction_id]
-    assert parked(connection) == {}
-
-
-def test_a_parked_one_is_asked_about_when_its_group_comes_back(
-    at_once: PostgresBroker, connection: BrokerConnection
-) -> None:
-    one = parked_by_checks(at_once)
-    let_time_pass(connection, 200)
-    assert asked(at_once) == [], "no process of the group was away"
-    let_time_pass(connection, 301)
-    assert asked(at_once) == [one.transaction_id]
-    assert asked(at_once) == []
 
 
 def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_at_once(

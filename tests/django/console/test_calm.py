@@ -6,12 +6,11 @@ import re
 
 from django.test import Client
 
-from outbox.broker.operations import summary
 from outbox.contrib.console.rendering import MENU, menu
 from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World
-from tests.django.console.test_remedies import page, text_of
+from tests.django.console.test_remedies import page
 
 
 def test_the_menu_has_each_page_once_in_the_section_of_its_purpose(world: World, operator: Client) -> None:
@@ -35,18 +34,6 @@ def test_a_page_below_a_list_shows_the_section_of_the_list() -> None:
         )  # fmt: skip
     assert [one.label for one in menu("/outbox/") if one.current] == ["Now"]
     assert [one for one in menu("/outbox/act/skip/") if one.current] == []
-
-
-def test_an_idle_broker_says_why_nothing_moves(world: World, operator: Client) -> None:
-    def verdict() -> str:
-        summary.refresh(world.run)
-        (found,) = re.findall(r'<p class="verdict ok">(.*?)</p>', page(operator, ""), re.DOTALL)
-        return text_of(found)
-
-    world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")
-    assert re.search(r"No fault at [\d:]+ idle: no new message for 6 min; the leader looked \S+ m?s ago", verdict())
-    world.sql("UPDATE outbox.tick SET at = now()")
-    assert "idle" not in verdict()
 
 
 def test_findings_of_one_cause_are_one_card(world: World, operator: Client) -> None:

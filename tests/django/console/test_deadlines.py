@@ -9,12 +9,10 @@ import psycopg
 import pytest
 from django.test import Client
 
-from outbox.contrib.console import asking
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.django.views import SECONDS
 from tests.django.broker_world import World
-from tests.django.console.test_settling import decision, lost_end
+from tests.django.console.test_settling import lost_end
 from tests.django.operators import bury
 from tests.support import eventually
 
@@ -121,13 +119,3 @@ def test_several_statements_have_one_deadline(
 def busy(world: World) -> bool:
     running = "datname = current_database() AND state = 'active' AND pid <> pg_backend_pid()"
     return bool(world.sql(f"SELECT FROM pg_stat_activity WHERE {running}"))
-
-
-def test_the_page_has_five_seconds() -> None:
-    assert SECONDS == 5 and asking.ACTION_SECONDS == 20
-
-
-def test_a_decision_is_made_after_the_lock_is_gone(world: World, operator: Client) -> None:
-    given = {"id": str(lost_end(world)), "decision": "commit", "confirmed": "yes", "why": "paid"}
-    assert operator.post("/outbox/act/decide/", given).status_code == 302
-    assert decision(world) == [("C", "O")]

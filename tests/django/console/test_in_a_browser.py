@@ -94,27 +94,6 @@ def confirm(browser: Browser, why: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stuck_half_is_found_understood_and_settled(world: World, site: Site) -> None:
-    lost_end(world, "order-7")
-    world.sql("UPDATE outbox.pending_check SET checks = 15, parked_at = now(), park_reason = 'checks', "
-              "last_answer = 'the replica is behind'")  # fmt: skip
-    with Browser() as browser:
-        site.open(browser)
-        assert "parked" in browser.text("#live")
-        browser.click(".go[href*=undecided]")
-        assert "order-7" in browser.text("main") and "the replica is behind" in browser.text("main")
-        browser.click("table a.id")
-        assert "has asked 15 times" in browser.text("main") and "Stored as a half message" in browser.text("main")
-        browser.click("button.good")
-        assert "The ledger says now: COMMIT" in browser.text("main")
-        confirm(browser, "the order is paid")
-        assert "done" in browser.text("main") and "the order is paid" in browser.text("main")
-        assert decision(world) == [("C", "O")]
-        site.open(browser)
-        assert "No fault at" in browser.text("#live")
-
-
-@pytest.mark.slow
 def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) -> None:
     world.subscribe("mail")
     world.publish(5)
@@ -133,23 +112,6 @@ def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) ->
         assert "settled" in browser.text("main")
     assert dead_keys(world.run, "mail") == ["k3", "k4", "k5"]
     assert OperatorAction.objects.get().after == {"settled": 3}
-
-
-@pytest.mark.slow
-def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site: Site) -> None:
-    for group in ("mail", "stock", "points"):
-        world.subscribe(group)
-    world.publish(3)
-    bury(world, "stock", "k1", "ValueError: negative stock")
-    with Browser(width=390, height=800) as browser:
-        site.open(browser, "/outbox/messages/")
-        browser.evaluate("document.querySelector('[name=q]').value = 'k1'")
-        browser.click("form.search button")
-        assert browser.evaluate("document.querySelectorAll('table a.id').length") == 1
-        browser.click("table a.id")
-        text = browser.text("main")
-        assert [group for group in ("mail", "stock", "points") if group in text] == ["mail", "stock", "points"]
-        assert "stock failed on attempt 1" in text and "Dead letter of stock" in text and "negative stock" in text
 
 
 @pytest.mark.slow
@@ -241,16 +203,6 @@ def tab_to(browser: Browser, condition: str) -> None:
         if browser.evaluate(condition):
             return
     raise AssertionError(f"the keyboard does not reach: {condition}")
-
-
-@pytest.mark.slow
-def test_the_checks_find_what_they_look_for(world: World, site: Site) -> None:
-    with Browser(width=360, height=740) as browser:
-        site.open(browser)
-        browser.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=x>')")
-        assert any("image-alt" in one for one in faults(browser))
-        browser.evaluate("document.querySelector('h1').style.width = '900px'")
-        assert browser.evaluate("document.documentElement.scrollWidth") > 360
 
 
 @pytest.mark.slow

@@ -95,24 +95,6 @@ def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World,
     assert "the order is paid" in operator.get("/outbox/audit/").content.decode()
 
 
-def test_the_ledger_has_the_last_word_unless_it_is_forced(world: World, operator: Client) -> None:
-    given = {"id": str(lost_end(world)), "decision": "rollback", "confirmed": "yes", "why": "a guess"}
-    answer = operator.post("/outbox/act/decide/", given)
-    assert answer.status_code == 422 and "not what the ledger proves" in answer.content.decode()
-    said = html.unescape(answer.content.decode())
-    assert (
-        '<details class="before" open>' in said and "Nothing was done: the action is refused, unless you tick" in said
-    )
-    first = html.unescape(
-        operator.post("/outbox/act/decide/", {"id": given["id"], "decision": "rollback"}).content.decode()
-    )
-    assert "unless you tick" not in first, "nothing was confirmed yet"
-    assert decision(world) == [] and not OperatorAction.objects.exists(), "nothing was done"
-    operator.post("/outbox/act/decide/", {**given, "force": "yes"})
-    assert decision(world) == [("R", "O")]
-    assert OperatorAction.objects.latest("id").after["without_ledger"] is True
-
-
 def buttons(html: str) -> list[str]:
     main = html.partition("<main")[2]
     return [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<button[^>]*>(.*?)</button>", main, re.DOTALL)]
@@ -146,18 +128,6 @@ def test_asking_a_producer_group_without_a_process_says_that_no_process_answers(
     assert take_turn(world.run, group, CHECK_BACK, interval_seconds=5)
     shown = operator.post("/outbox/act/ask/", given).content.decode()
     assert "No process answers" not in shown and "The next check-back pass" in shown
-
-
-def test_asking_again_makes_the_check_due(world: World, operator: Client) -> None:
-    transaction_id = lost_end(world)
-    world.sql("UPDATE outbox.pending_check SET due_at = now() + interval '1 hour'")
-    assert run_check_back().committed == 0
-    given = {"ids": str(transaction_id), "confirmed": "yes", "why": "the database is back"}
-    operator.post("/outbox/act/ask/", given)
-    assert run_check_back().committed == 1
-    assert decision(world) == [("C", "K")]
-    again = operator.post("/outbox/act/ask/", given)
-    assert again.status_code == 400 and b"these transactions are not undecided" in again.content
 
 
 def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:

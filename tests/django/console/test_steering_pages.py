@@ -14,8 +14,6 @@ from outbox.contrib.limits import Limits
 from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
-from tests.django.operators import bury, dead_keys
-from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
@@ -33,62 +31,6 @@ def done(client: Client, name: str, **given: object) -> OperatorAction:
     return OperatorAction.objects.latest("id")
 
 
-def letters(world: World, count: int = 3) -> None:
-    world.subscribe("mail")
-    world.publish(count)
-    for number in range(count):
-        bury(world, "mail", f"k{number}", "TimeoutError: no answer")
-
-
-def test_chosen_dead_letters_are_replayed_or_discarded(world: World, operator: Client) -> None:
-    letters(world)
-    page = operator.get("/outbox/dead-letters/list/?group=mail").content.decode()
-    assert page.count('type="checkbox" name="ids"') == 3
-    chosen = [str(one) for (one,) in world.sql("SELECT message_id FROM outbox.commit_log WHERE key IN ('k0', 'k1')")]
-    assert "Discard 2 dead letters of group mail" in shown(operator, "discard", group="mail", ids=chosen)
-    assert dead_keys(world.run, "mail") == ["k0", "k1", "k2"], "nothing before it is confirmed"
-    assert done(operator, "discard", group="mail", ids=chosen[0]).after == {"settled": 1}
-    assert done(operator, "replay", group="mail", ids=chosen[1]).after == {"settled": 1}
-    assert dead_keys(world.run, "mail") == ["k2"]
-    assert "There is nothing to do" in shown(operator, "replay", group="mail", error_type="KeyError")
-    assert operator.post("/outbox/act/replay/", {"group": "mail"}).status_code == 400, "not all by mistake"
-    settled = operator.get("/outbox/dead-letters/list/?settled=yes").content.decode()
-    assert ">replayed<" in settled and settled.count('class="id" href') == 3
-
-
-def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None:
-    receipt = publish("reminders", {}, key="later", delay=3600, at_once=True)
-    sequence()
-    page = operator.get("/outbox/waiting/").content.decode()
-    assert "its delivery time" in page and str(receipt.message_id) in page
-    assert "Recall 1 message before" in shown(operator, "recall", ids=str(receipt.message_id))
-    assert operator.get("/outbox/waiting/").content.decode().count('class="id"') == 1
-    entry = done(operator, "recall", ids=str(receipt.message_id))
-    assert entry.after == {str(receipt.message_id): "recalled", "messages": 1}
-    assert "No messages are waiting" in operator.get("/outbox/waiting/").content.decode()
-    assert "recalled" in operator.get(f"/outbox/messages/{receipt.message_id}/").content.decode()
-
-
-def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> None:
-    world.subscribe("mail")
-    world.publish(8)
-    page = operator.get("/outbox/groups/one/?name=mail").content.decode()
-    assert "not paused" in page and "Queues of orders" in page, "its only topic is shown"
-    assert done(operator, "pause", group="mail").after == {"paused": True}
-    assert "There is nothing to do" in shown(operator, "pause", group="mail")
-    assert done(operator, "resume", group="mail").after == {"paused": False, "released_queues": 0}
-    moved = {"group": "mail", "topic": "orders"}
-    assert 'name="to_time"' in page and 'name="reprocess"' in page and "Reset …" in page, "the form of the declaration"
-    plan = shown(operator, "reset", **moved, to_latest="yes")
-    assert "The group skips 8 messages that it has not handled" in plan
-    ends = done(operator, "reset", **moved, to_latest="yes").after
-    assert sum(ends.values()) == 8
-    assert "The group gets 8 messages again" in shown(operator, "reset", **moved, to_earliest="yes")
-    assert set(done(operator, "reset", **moved, to_earliest="yes").after.values()) == {0}
-    assert operator.post("/outbox/act/reset/", {**moved, "to_latest": "yes", "to_earliest": "yes"}).status_code == 400
-    assert operator.post("/outbox/act/pause/", {"group": "nobody"}).status_code == 404
-
-
 def test_the_form_of_limits_shows_what_holds(world: World, operator: Client) -> None:
     register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2, rate="100/min")]))
     page = operator.get("/outbox/groups/one/?name=mail&topic=orders").content.decode()
@@ -102,13 +44,6 @@ def test_the_form_of_limits_shows_what_holds(world: World, operator: Client) -> 
     assert "Limit group mail on topic orders to running=5, rate=100/min" in plan
     assert "<dt>changed</dt><dd>–</dd>" in plan and "{}" not in plan
     assert done(operator, "limits", **given, running="5").after["changed"] == {"running": 5}
-
-
-def test_publishing_is_refused_and_accepted(world: World, operator: Client) -> None:
-    assert done(operator, "reject").after == {"rejecting": True}
-    assert "Accept them again" in operator.get("/outbox/").content.decode()
-    assert done(operator, "accept").after == {"rejecting": False}
-    assert "There is nothing to do" in shown(operator, "accept")
 
 
 def test_groups_and_topics_are_listed_from_the_summary(world: World, operator: Client) -> None:
