@@ -150,3 +150,11 @@ def test_the_index_answers_its_questions_with_code() -> None:
     rows = re.findall(r"^\| ([^|]+\?) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) >= 10
     assert [question for question, answer in rows if "::" not in answer] == []
+
+
+def test_the_check_itself_finds_what_is_missing() -> None:
+    module = ast.parse("class Here:\n    def method(self): ...")
+    assert set(defined(module)) == {"Here", "Here.method"}
+    assert not leads(PAGE, "nowhere.md")
+    assert not leads(PAGE, "glossary.md#nowhere")
+    assert leads(PAGE, "glossary.md#terms")

@@ -7,6 +7,8 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 PAGE = (TESTS.parent / "docs" / "maintainers" / "conformance.md").read_text(encoding="utf-8")
 SCENARIOS = (TESTS / "conformance_scenarios.txt").read_text(encoding="utf-8")
@@ -67,3 +69,10 @@ def test_the_page_has_a_row_for_every_scenario() -> None:
 
 def test_every_row_names_existing_tests_or_later() -> None:
     assert unanswered(PAGE) == []
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "soon", "`core/test_faults.py`", "`core/test_faults.py::test_gone`", "`gone.py::test_gone`, later"]
+)
+def test_an_answer_that_is_none_is_noticed(answer: str) -> None:
+    assert unanswered(f"## Section\n| a scenario | {answer or ' '} |\n") != []

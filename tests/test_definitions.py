@@ -93,6 +93,12 @@ def test_every_option_of_subscriber_is_in_its_table() -> None:
     assert sorted(found) == sorted((set(inspect.signature(subscriber).parameters) - {"further"}) | _OPTIONS)
 
 
+def test_an_outdated_table_is_found() -> None:
+    page = "<!-- table: thresholds -->\n| outdated |\n<!-- end of table -->\n"
+    assert rendered(page) != page
+    assert rendered(rendered(page)) == rendered(page)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -146,6 +152,16 @@ def test_the_whole_environment_is_taken_where_this_file_says_so() -> None:
     session = (ROOT / "spark" / "session.py").read_text(encoding="utf-8")
     named = set(re.findall(r"""(?:variables|environment)(?:\.get\(|\[)"(\w+)\"""", session))
     assert named == WHOLE["spark/session.py"]
+
+
+def test_each_way_to_read_the_environment_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "reads.py"
+    path.write_text(
+        "import os\nX: str = 'D'\nos.getenv('A'); os.environ['B']; os.environ.get('C'); os.environ.pop(X)\n"
+        "'E' in os.environ; print(os.environ)\n"
+    )
+    assert set(variables(path)) == set("ABCDE")
+    assert set(variables(path, whole=True)) == {*"ABCDE", ""}
 
 
 def variables(path: Path, *, whole: bool = False) -> Iterator[str]:

@@ -144,8 +144,9 @@ def changed(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_suite_runs_if_what_it_rests_on_has_changed(checkout: Path) -> None:
-    for file, text, suites in (
+@pytest.mark.parametrize(
+    ("file", "text", "suites"),
+    [
         (PORT, '"""Ports."""\n\ndef send() -> None:\n    """Send."""  # soon\n    ...\n', ""),
         (PORT, "def send(now: float) -> None: ...\n", "rocketmq"),
         ("outbox/rocketmq/new.py", "A = 1\n", "rocketmq"),
@@ -155,11 +156,12 @@ def test_a_suite_runs_if_what_it_rests_on_has_changed(checkout: Path) -> None:
         ("outbox/broker/groups/leases.py", "A = 1\n", ""),
         ("tests/proof/lease.pml", "bool done;\n", "proof"),
         ("pyproject.toml", '[project.optional-dependencies]\nkafka = ["a"]\nspark = ["c"]\n', "spark"),
-    ):
-        write(checkout, file, text)
-        git(checkout, "add", "--all")
-        assert changed(checkout, "HEAD") == suites, file
-        git(checkout, "reset", "--quiet", "--hard")
+    ],
+)
+def test_a_suite_runs_if_what_it_rests_on_has_changed(checkout: Path, file: str, text: str, suites: str) -> None:
+    write(checkout, file, text)
+    git(checkout, "add", "--all")
+    assert changed(checkout, "HEAD") == suites
 
 
 def test_a_change_is_one_since_the_newest_commit_that_has_passed(checkout: Path) -> None:

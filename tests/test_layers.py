@@ -312,3 +312,87 @@ def test_every_exception_is_needed() -> None:
     for exception in EXCEPTIONS:
         graph = import_graph(MODULES, set(EXCEPTIONS) - {exception})
         assert wrong_levels(graph) or circles(graph), f"delete {exception}"
+
+
+# -- the checks themselves --------------------------------------------------------------------------
+
+
+def test_the_check_itself_finds_an_upward_import() -> None:
+    core, broker = ROOT / "outbox/message.py", ROOT / "outbox/broker/log/commit_log.py"
+    assert violations(core, ["psycopg", "outbox.broker.log.commit_log", "json"]) == [
+        "psycopg",
+        "outbox.broker.log.commit_log",
+    ]
+    assert violations(core, imported("from outbox import broker")) == ["outbox.broker"]
+    assert violations(broker, ["django.db", "outbox.contrib.django", "psycopg"]) == [
+        "django.db",
+        "outbox.contrib.django",
+    ]
+
+
+def test_the_check_itself_finds_modules_that_are_only_named() -> None:
+    planted = {
+        "outbox.a": 'importlib.import_module("outbox.b")\nimport_module("psycopg")',
+        "outbox.b": 'path = "outbox.c:Thing"',
+        "outbox.c": "class Thing:\n    parent = 'outbox.a.path'",
+        "outbox.d": 'ids = "outbox.a.E001", "outbox.b.", "see outbox.b", f"outbox.{name}"',
+    }
+    assert list(imported(planted["outbox.a"])) == ["outbox.b", "psycopg"]
+    planted["outbox.a"] += "\npath = __file__"
+    graph = import_graph(planted)
+    assert graph == {"outbox.a": {"outbox.b"}, "outbox.b": {"outbox.c"}, "outbox.c": {"outbox.a"}, "outbox.d": set()}
+    assert circles(graph) == [["outbox.a", "outbox.b", "outbox.c"]]
+    assert circles(import_graph(planted, [("outbox.c", "outbox.a")])) == []
+
+
+def test_the_check_itself_finds_a_planted_circle(graph: dict[str, set[str]]) -> None:
+    planted = import_graph(
+        {
+            "outbox.a": "if TYPE_CHECKING:\n    from outbox.b import Thing",
+            "outbox.b": "def late():\n    from outbox import c",
+            "outbox.c": "import outbox.a, outbox.d",
+            "outbox.d": "from outbox.e import name",
+            "outbox.e": "",
+        }
+    )
+    assert circles(planted) == [["outbox.a", "outbox.b", "outbox.c"]]
+    # And in the package as it stands, were its base to look up.
+    base, top = "outbox.broker.consumer.owned_queue", "outbox.broker.consumer.dispatcher"
+    assert any({base, top} <= set(circle) for circle in circles({**graph, base: {*graph[base], top}}))
+
+
+def test_the_check_itself_finds_an_import_from_a_higher_level() -> None:
+    planted = import_graph(
+        {
+            "outbox.broker.sequencer.fifo": "if TYPE_CHECKING:\n    from outbox.broker.consumer import runtime",
+            "outbox.broker.log.topics": "from outbox.broker.schema.install import install",
+            "outbox.broker.groups.leases": "from outbox.broker.process import run\nimport outbox.broker.celery.beat",
+            "outbox.broker.consumer.runtime": "from outbox.broker.groups import leases\nfrom outbox import errors",
+            "outbox.broker.process": "from outbox.broker.consumer.runtime import ConsumerSession",
+            "outbox.broker.schema.install": "",
+            "outbox.broker.celery.beat": "from outbox.broker.consumer import runtime",
+            "outbox.errors": "",
+            "outbox.contrib.django.ledger.pruning": "from outbox.contrib.django.engine import broker\n"
+            "from outbox.contrib.django import models, views",
+            "outbox.contrib.django.engine.broker": "from outbox.contrib.django.management.acting import act",
+            "outbox.contrib.django.management.acting": "from outbox.contrib.django.engine import broker",
+            "outbox.contrib.django.models": "",
+            "outbox.contrib.django.views": "",
+            "spark.rules.masking": "from ..output import report\nfrom .rule import Rule\nfrom ..common import errors",
+            "spark.output.report": "from ..run import run",
+            "spark.rules.rule": "",
+            "spark.common.errors": "",
+            "spark.run": "from .output import report",
+        }
+    )
+    assert wrong_levels(planted) == [
+        "outbox.broker.sequencer.fifo -> outbox.broker.consumer.runtime",
+        "outbox.broker.log.topics -> outbox.broker.schema.install",
+        "outbox.broker.groups.leases -> outbox.broker.celery.beat",
+        "outbox.broker.groups.leases -> outbox.broker.process",
+        "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.engine.broker",
+        "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.views",
+        "outbox.contrib.django.engine.broker -> outbox.contrib.django.management.acting",
+        "spark.rules.masking -> spark.output.report",
+        "spark.output.report -> spark.run",
+    ]

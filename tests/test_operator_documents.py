@@ -9,6 +9,7 @@ import re
 import uuid
 from typing import Any
 
+import pytest
 from django.core.management import CommandError, get_commands, load_command_class
 
 from outbox.contrib.django.operations.known_conditions import catalogue
@@ -67,6 +68,12 @@ def test_every_command_of_outbox_is_on_a_page() -> None:
     named = {one.words[0] for _, one in ALL}
     # docs/schedules.md, docs/events.md and docs/engines.md have them.
     assert {path.stem for path in command_files()} - named == {"outbox_schedule", "outbox_contract", "outbox_relay"}
+
+
+def test_a_wrong_command_is_found() -> None:
+    for words in (("outbox_group", "halt", "billing"), ("outbox-reconcile", "run", "--rulez", "x")):
+        with pytest.raises((SystemExit, CommandError)):
+            parsed(Command(DOCS, words))
 
 
 def test_files_and_code_can_be_read() -> None:

@@ -67,3 +67,9 @@ def test_cells_name_tests_that_are_there() -> None:
     assert len(rows) > 30
     assert missing(PAGE) == []
     assert [row for row in rows if not named(row) and "untested" not in row] == []
+
+
+def test_the_check_of_cells_finds_what_is_missing() -> None:
+    assert missing("| a | b | `django/test_publish.py::test_that_nobody_wrote` |") == [
+        "django/test_publish.py::test_that_nobody_wrote"
+    ]

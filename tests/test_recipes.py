@@ -139,6 +139,13 @@ def test_every_statement_that_appends_fills_every_column_of_the_log(broker_url: 
     }
 
 
+def test_the_check_itself_finds_a_column_that_is_forgotten() -> None:
+    statement = "INSERT INTO commit_log (key, tag) SELECT 1, 2 "
+    assert columns(statement + CONFLICT) == [{"key", "tag"}]
+    with pytest.raises(AssertionError):
+        columns(statement)
+
+
 @pytest.mark.parametrize("statement", [commit_log._DECIDED_ONE, commit_log._HALF_ONE], ids=["decided", "half"])
 def test_a_statement_declares_the_type_of_each_parameter(statement: Statement) -> None:
     """Without a type, a cursor of psycopg would store the messages, more slowly and in silence."""

@@ -66,3 +66,11 @@ def test_every_table_that_keeps_something_about_a_message_is_in_the_table() -> N
     tables = tables_about_messages(SCHEMA)
     assert {"commit_log", "op_log", "scheduled", "held", "dead_letter", "pending_check"} <= tables
     assert {name for name in tables - HISTORIES if f"`{name}`" not in where} == set()
+
+
+def test_the_checks_themselves_notice() -> None:
+    assert not is_there("tests/test_states.py::test_gone")
+    assert not is_there("tests/gone.py::test_gone")
+    assert tables_about_messages(
+        "CREATE TABLE one (\n    log_id bigint NOT NULL\n);\nCREATE TABLE two (\n    name text\n);"
+    ) == {"one"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import leftovers
 from tests.conftest import unit_of_work
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,3 +80,13 @@ def test_a_process_that_is_left_fails_the_run(tmp_path: Path) -> None:
     os.kill(int(left[1]), signal.SIGKILL)
     assert done.returncode == 1
     assert "1 passed" in done.stdout.splitlines()[-1]
+
+
+def test_a_process_is_recognised_while_its_program_is_loaded() -> None:
+    """`Popen` returns as soon as the kernel has begun with the program, when it shows no environment yet."""
+    unknown = 0
+    for _ in range(200):
+        with subprocess.Popen(["sleep", "60"], env={**os.environ, "MARK": "here"}) as process:
+            unknown += b"MARK=here" not in leftovers.environment(Path(f"/proc/{process.pid}")).split(b"\0")
+            process.kill()
+    assert unknown == 0
