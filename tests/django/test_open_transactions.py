@@ -84,7 +84,7 @@ def test_those_of_a_fenced_producer_are_marked() -> None:
         with pytest.raises(LeftoversUndecided):
             in_thread(lambda: fenced_producer("nightly", wait_seconds=0.1))
         publish("orders", 1, key="another")
-        [one] = [one for one in said("outbox_transaction", "list") if one["transactional_id"]]
+        [one] = said("outbox_transaction", "list", "--transactional-id", "nightly")
     assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("nightly", 1, True)
 
 

@@ -44,6 +44,13 @@ _REJECT = Statement("""
 UPDATE {schema}.broker SET reject_transactional = %(rejecting)s WHERE reject_transactional <> %(rejecting)s
 """)
 
+_REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
+
+
+def rejects_transactional(run: Executor) -> bool:
+    [rejecting] = run.one(_REJECTS)
+    return bool(rejecting)
+
 
 def reject_transactional(run: Executor, rejecting: bool) -> bool:
     """Refuse new transactional messages on both paths, or accept them again.
@@ -92,7 +99,7 @@ def raise_generation(run: Executor, group: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Move a group's offsets to the first message, to the end of each queue, or to a time.
+# Move a group's offsets to the first message, to the end of each queue, to a time, or to a given offset.
 #
 # A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under the new epoch. The
 # former owner detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new
@@ -138,25 +145,29 @@ def reset(
     run: Executor,
     group: str,
     topic: str,
-    target: Start | datetime,
+    target: Start | datetime | int,
     *,
+    number: int | None = None,
     reprocess: bool = False,
     dry_run: bool = False,
 ) -> Sequence[QueueReset]:
-    """Move a group's offsets on a topic. Return the queues with old and new offset.
+    """Move a group's offsets on a topic, or only on the topic's queue `number`.
 
-    Start.LATEST means the end of the queue. If offsets move back, the group receives messages again. The inbox skips
-    these messages unless `reprocess` raises the group's generation. The counters do not change; `moved` counts the
-    entries that the reset skipped, minus the entries that the group reads again.
+    Return the queues with old and new offset.
+
+    Start.LATEST means the end of the queue. If `target` is a number and a queue has no message at this offset, the
+    nearest existing offset of the queue is used. If offsets move back, the group receives messages again. The inbox
+    skips these messages unless `reprocess` raises the group's generation. The counters do not change; `moved` counts
+    the entries that the reset skipped, minus the entries that the group reads again.
 
     With `dry_run` the function returns the result and changes nothing. Raises UnknownGroup and UnknownTopic. Raises
-    UsageError when the group does not consume the topic.
+    UsageError when the group does not consume the topic or the topic has no such queue.
     """
     # Find the target offsets before the first lock, because the search for a time may read the whole topic.
-    targets = starting_offsets(run, TopicCatalog(run.schema).get(run.connection, topic).topic_id, target)
+    targets = _targets(run, topic, target)
     with run.connection.transaction():
         group_id = group_id_of(run, group)
-        moves = _plan(run, group, topic, targets)
+        moves = _plan(run, group, topic, targets, number)
         if not dry_run and moves:
             _move(run, group_id, {move.queue_id: move.to_offset for move in moves})
         if reprocess and not dry_run:
@@ -278,18 +289,32 @@ def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     forget_sent_away(run, group_id, list(targets))
 
 
-def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int]) -> list[QueueReset]:
+def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
+    """Return the target offsets by queue id.
+
+    If `target` is a number, a returned offset may still be greater than the end of its queue.
+    """
+    topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
+    if isinstance(target, int):
+        floors = starting_offsets(run, topic_id, Start.EARLIEST)
+        return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
+    return starting_offsets(run, topic_id, target)
+
+
+def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], number: int | None) -> list[QueueReset]:
     queues = [queue for queue in list_queues(run, group) if queue.topic == topic]
     if not queues:
         raise UsageError(
             f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: it has no offsets to move. "
             "Check both names with `outbox_status`."
         )
+    if number is not None and number not in {queue.number for queue in queues}:
+        raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
         # If a queue was added after the targets were found, the group's position on this queue does not change.
         QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
-        if q.queue_id in targets
+        if q.queue_id in targets and number in (None, q.number)
     ]
     return [move for move in moves if move.to_offset != move.from_offset]
 

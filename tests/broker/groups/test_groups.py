@@ -215,7 +215,7 @@ def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
             operation()
 
 
-def test_offset_reset_by_time_and_end(orders: ConsumptionBench) -> None:
+def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     orders.declare("single", queues=1)
     seen = Seen()
     runtime = orders.runtime((subscribe(topic="single"), seen))
@@ -223,7 +223,7 @@ def test_offset_reset_by_time_and_end(orders: ConsumptionBench) -> None:
     between = orders.rows("SELECT clock_timestamp()")[0][0]
     orders.publish(messages(10, 20, topic="single"))
 
-    def after_reset(target: Start | datetime) -> list[int]:
+    def after_reset(target: Start | datetime | int) -> list[int]:
         changes.reset(orders.run, "g", "single", target)
         runtime.run_once()
         return seen.take()
@@ -232,11 +232,13 @@ def test_offset_reset_by_time_and_end(orders: ConsumptionBench) -> None:
     seen.take()
     assert after_reset(Start.EARLIEST) == list(range(20))
     assert after_reset(between) == list(range(10, 20))
-    changes.reset(orders.run, "g", "single", Start.EARLIEST)
+    assert after_reset(17) == [17, 18, 19]
+    assert after_reset(9_999) == []
+    changes.reset(orders.run, "g", "single", 0)
     assert after_reset(Start.LATEST) == []
     orders.assert_conserved("g")
     with pytest.raises(UsageError, match="does not consume"):
-        changes.reset(orders.run, "g", "orders", Start.EARLIEST)
+        changes.reset(orders.run, "g", "orders", 0)
 
 
 def test_reset_dry_run_lists_the_queues_that_would_move(orders: ConsumptionBench) -> None:

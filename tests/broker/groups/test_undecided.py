@@ -21,9 +21,9 @@ def message(n: int) -> Message:
     return Message(topic="orders", body=encode({"n": n}))
 
 
-@pytest.mark.parametrize("target", [Start.LATEST, Start.EARLIEST, LONG_AGO], ids=str)
-def test_undecided_messages_stay_unseen_after_a_seek(bench: ConsumptionBench, target: Start | datetime) -> None:
-    """To the end, to the beginning or by time; decided after the seek they are delivered, once."""
+@pytest.mark.parametrize("target", [Start.LATEST, Start.EARLIEST, LONG_AGO, 10_000], ids=str)
+def test_undecided_messages_stay_unseen_after_a_seek(bench: ConsumptionBench, target: Start | datetime | int) -> None:
+    """To the end, to the beginning, by time or by offset; decided after the seek they are delivered, once."""
     bench.declare("orders", queues=1, types=TYPES)
     subscription = Subscription(group="g", topic="orders", start=Start.EARLIEST)
     seen: list[int] = []

@@ -121,9 +121,10 @@ def test_a_number_of_5000_digits_and_a_far_date_are_refused_with_a_sentence(worl
     html = checked(operator.get("/outbox/messages/", {"after": "9" * 5000}))
     assert "is not a whole number, at least 0" in html
     assert "is not a time" in checked(operator.get("/outbox/messages/", {"since": "9" * 5000}))
-    given = {"group": "mail", "topic": "orders", "running": "9" * 5000}
-    answer = operator.post(reverse("outbox:act_limits"), given)
-    assert answer.status_code == 400 and "is not a whole number" in checked(answer)
+    for name, field in (("limits", "running"), ("reset", "to_offset")):
+        given = {"group": "mail", "topic": "orders", field: "9" * 5000}
+        answer = operator.post(reverse(f"outbox:act_{name}"), given)
+        assert answer.status_code == 400 and "is not a whole number" in checked(answer)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])

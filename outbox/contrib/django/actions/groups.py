@@ -156,8 +156,10 @@ def _reset_section(run: Executor, group: str, topic: str) -> tuple[object, Mappi
     GROUP,
     TOPIC,
     Field("to_time", "ISO 8601 with a time zone", FieldKind.TIME, one_of=_TARGET),
+    Field("to_offset", "continue at this offset in every queue", FieldKind.NUMBER, one_of=_TARGET),
     Field("to_latest", "skip all messages that are stored now", FieldKind.FLAG, one_of=_TARGET),
     Field("to_earliest", "continue at the oldest message that the broker still has", FieldKind.FLAG, one_of=_TARGET),
+    Field("queue", "move only the queue with this number", FieldKind.NUMBER, label="Queue (empty: all)"),
     Field(
         "reprocess",
         "also handle messages that are already in the inbox",
@@ -172,7 +174,8 @@ def _reset(values: Values) -> ActionPlan:
 
     def moved(*, dry_run: bool) -> Sequence[QueueReset]:
         with broker_connection() as (connection, schema):
-            return reset(Executor(connection, schema), group, topic, target, reprocess=again, dry_run=dry_run)
+            run = Executor(connection, schema)
+            return reset(run, group, topic, target, number=values["queue"], reprocess=again, dry_run=dry_run)
 
     planned = moved(dry_run=True)
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
@@ -191,15 +194,17 @@ def _reset(values: Values) -> ActionPlan:
     )
 
 
-def _target(values: Values) -> tuple[Start | datetime, str]:
-    moment = values["to_time"]
-    if sum((values["to_earliest"], values["to_latest"], moment is not None)) != 1:
-        raise UsageError("Give one target: the earliest, the latest, or a time.")
+def _target(values: Values) -> tuple[Start | datetime | int, str]:
+    flags = (values["to_earliest"], values["to_latest"])
+    if sum(flags) + sum(values[name] is not None for name in ("to_time", "to_offset")) != 1:
+        raise UsageError("Give one target: the earliest, the latest, a time, or an offset.")
     if values["to_earliest"]:
         return Start.EARLIEST, "to the oldest message in the broker"
     if values["to_latest"]:
         return Start.LATEST, "to the end, after the newest message"
-    return moment, f"to the first message queued at {moment.isoformat()} or later"
+    if values["to_time"] is not None:
+        return values["to_time"], f"to the first message queued at {values['to_time'].isoformat()} or later"
+    return values["to_offset"], f"to offset {values['to_offset']}"
 
 
 def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:

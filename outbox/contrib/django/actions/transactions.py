@@ -11,7 +11,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import changes
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.listings import OpenTransaction, list_open, open_transaction
-from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
@@ -350,7 +349,7 @@ def _accept(values: Values) -> ActionPlan:
 
 def _switch(rejecting: bool, effect: str) -> ActionPlan:
     with broker_connection() as (connection, schema):
-        now = leadership(Executor(connection, schema)).is_rejecting
+        now = changes.rejects_transactional(Executor(connection, schema))
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema), connection.transaction():
@@ -372,7 +371,7 @@ class _Open:
 
 
 def _read(run: Executor, asked: Asked) -> list[_Open]:
-    found = list_open(run, **asked.only("group", "parked", "after"), limit=asked.limit)
+    found = list_open(run, **asked.only("group", "transactional_id", "parked", "after"), limit=asked.limit)
     silent = silent_groups(run, [one.transaction_id for one in found])
     return [_Open(one, one.producer_group not in silent) for one in found]
 
@@ -411,6 +410,7 @@ OPEN: Final = Listing(
     help="list open transactions, oldest first, including new transactions that are not checked yet",
     fields=(
         Field("group", "list only transactions of this producer group", label="Producer group"),
+        Field("transactional_id", "list only transactions of the producer with this transactional id"),
         Field("parked", "list only parked transactions", FieldKind.FLAG, by_tab=True),
     ),
     after=Field("after", "list the transactions after this transaction", FieldKind.ID),

@@ -19,9 +19,8 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.audit import recorded_command
-from outbox.contrib.django.actions.cells import plain
 from outbox.contrib.django.actions.declaration import LEFT, ActionPlan, DeclaredAction, Field, FieldKind, parsed
-from outbox.contrib.django.actions.listing import COMMAND, Asked, Listing
+from outbox.contrib.django.actions.listing import Asked, Listing
 from outbox.contrib.django.catalogue import listings_of, of_command, on_engine
 from outbox.contrib.django.database.aliases import broker_connection, one_connection
 from outbox.contrib.django.management.output import OutboxCommand
@@ -88,8 +87,7 @@ class OperatorCommand(OutboxCommand):
                 groups[field.one_of] = parser.add_mutually_exclusive_group(required=True)
             add_field(groups.get(field.one_of, parser), field)
         parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the audit")
-        parser.add_argument("--dry-run", action="store_true", help="show the plan, change nothing")
-        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
+        self.add_no_input(parser, "show the plan, change nothing")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -114,13 +112,9 @@ class OperatorCommand(OutboxCommand):
         if options["json"]:
             self.print_json([listing.as_json(one) for one in found])
             return
-        columns = listing.on(COMMAND, {})
-        self.print_rows(
-            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in found)
-        )
-        if listing.after is not None and len(found) >= limit:
-            how = f"--after {listing.position(found[-1])}" if listing.position else "a higher --limit"
-            self.say(f"there may be more rows: pass {how}")
+        self.print_table(listing, found)
+        if listing.after is not None:
+            self.say_more(len(found), limit, found and listing.position and listing.position(found[-1]))
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
         """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""

@@ -14,7 +14,8 @@ from django.db import Error as DatabaseError
 
 from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
-from outbox.contrib.django.actions.cells import first_line
+from outbox.contrib.django.actions.cells import first_line, plain
+from outbox.contrib.django.actions.listing import COMMAND, Listing
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, OutboxError
@@ -81,6 +82,11 @@ class OutboxCommand(BaseCommand):
             # The command reports wrong settings itself, or works without them.
             return ""
 
+    def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
+        """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
+        parser.add_argument("--dry-run", action="store_true", help=dry_run)
+        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
+
     def confirm(self, what: str, options: Mapping[str, Any]) -> None:
         """Ask the operator to confirm `what`. Raises CommandError if the answer is not "yes"."""
         if options["no_input"]:
@@ -108,9 +114,20 @@ class OutboxCommand(BaseCommand):
         """Print one line, with control characters escaped. All text output uses this method."""
         self.stdout.write(inert(text), style)
 
+    def say_more(self, shown: int, limit: int, place: object = None) -> None:
+        """If a page is full, print that there may be more rows, and how to get the next page."""
+        if shown >= limit:
+            self.say(f"there may be more rows: {'pass a higher --limit' if place is None else f'pass --after {place}'}")
+
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
+
+    def print_table(self, listing: Listing, rows: Iterable[object]) -> None:
+        columns = listing.on(COMMAND, {})
+        self.print_rows(
+            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in rows)
+        )
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print an aligned table, or "none" if the table has no rows."""

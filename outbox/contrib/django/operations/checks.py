@@ -55,10 +55,12 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         return [Error(str(error), id="outbox.E001")]
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [
         _producer_group,
-        _imports,
+        _topic_imports,
+        _celery_app,
         _transactions,
         _router,
         _subscribers,
+        _handler_middleware,
         lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
@@ -74,17 +76,19 @@ def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
         )
 
 
-def _imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    imports: Mapping[str, Callable[[], object]] = {
-        "outbox.E005": lambda: engine_of(settings).codecs,
-        "outbox.E016": lambda: settings.celery_app and imported("OUTBOX['CELERY_APP']", settings.celery_app),
-        "outbox.E037": lambda: with_middleware(lambda given: None),
-    }
-    for name, attempt in imports.items():
+def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    if settings.celery_app is not None:
         try:
-            attempt()
+            imported("OUTBOX['CELERY_APP']", settings.celery_app)
         except ConfigurationError as error:
-            yield Error(str(error), id=name)
+            yield Error(str(error), id="outbox.E016")
+
+
+def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        _ = engine_of(settings).codecs
+    except ConfigurationError as error:
+        yield Error(str(error), id="outbox.E005")
 
 
 def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -153,6 +157,13 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Give the subscribers with broadcast=True another group.",
                 id="outbox.E014",
             )
+
+
+def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        with_middleware(lambda given: None)
+    except ConfigurationError as error:
+        yield Error(str(error), id="outbox.E037")
 
 
 def _options(item: Subscriber) -> Iterator[CheckMessage]:

@@ -928,7 +928,8 @@ def _lock_declared_keys(
 
     Raises UnknownTopic.
 
-    A deployment may have changed a topic in the broker since this process has read its settings.
+    A deployment may have changed a topic in the broker since this process has read its settings. On the atomic path,
+    the open transaction may have created a topic. Another connection would wait for its end.
     """
     keys: list[tuple[str, str]] = []
     for item in messages:

@@ -91,12 +91,16 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
     processes.update((name, [name]) for name in hooks.roles if name in wanted)
     left = prepare_health_files(processes)
-    consumers = [name for name, its_roles in processes.items() if Role.CONSUMER in its_roles]
-    options = [SHARED_LEAD] if len(consumers) == 1 and Role.BROKER in processes else []
+    options = [SHARED_LEAD] if _shares_lead(processes) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
         specs.append(_child("monitor", [Role.MONITOR], monitor_environment()))
     return specs
+
+
+def _shares_lead(processes: Mapping[str, Sequence[str]]) -> bool:
+    consumers = [name for name, roles in processes.items() if Role.CONSUMER in roles]
+    return len(consumers) == 1 and Role.BROKER in processes
 
 
 def _child(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ChildSpec:
