@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import session
-from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
-from .common.options import RunOptions, parse_look_back, parse_moment
+from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, RunIncomplete, UsageProblem
+from .common.options import RunOptions, parse_interval, parse_look_back, parse_moment
 from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
@@ -66,6 +67,12 @@ def parser() -> argparse.ArgumentParser:
         type=_parsed(parse_look_back),
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
+    )
+    run.add_argument(
+        "--every",
+        type=_parsed(parse_interval),
+        metavar="DURATION",
+        help="run again and again in one Spark session, each run so long after the last one, for example 1m",
     )
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     archive = commands.add_parser(
@@ -160,6 +167,8 @@ def _run(given: argparse.Namespace) -> int:
         # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = _options(given)
+    if given.every is not None and (options.is_interval or options.full):
+        raise UsageProblem("--every continues after the last result, so it accepts neither --from, --to nor --full.")
     progress = Progress(quiet=given.quiet)
     rules = rules_file.load(options.rules)
     # A run whose checksums are all equal reads no row, so it does not need Spark, whose start takes longer than the
@@ -170,13 +179,25 @@ def _run(given: argparse.Namespace) -> int:
         spark = session.deferred(lambda: _start(given, progress))
     else:
         spark = _start(given, progress)
+    if given.every is None:
+        return _run_once(spark, options, progress, given.json)
+    while True:
+        try:
+            code = _run_once(spark, options, progress, given.json)
+        except RunIncomplete as error:
+            print(f"outbox-reconcile: {for_people(str(error))} The next run judges the same rows.", file=sys.stderr)
+            code = INCOMPLETE
+        try:
+            time.sleep(given.every)
+        except KeyboardInterrupt:
+            return code
+
+
+def _run_once(spark: SparkSession, options: RunOptions, progress: Progress, as_json: bool) -> int:
     from . import pipeline
 
     result = pipeline.run(spark, options, progress)
-    if given.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(_verdict(result, given.output))
+    print(json.dumps(result, indent=2) if as_json else _verdict(result, options.output), flush=True)
     return pipeline.exit_code(result)
 
 

@@ -74,6 +74,14 @@ def parse_look_back(text: str) -> float:
     return seconds
 
 
+def parse_interval(text: str) -> float:
+    """The seconds of an interval such as 1m. Raises UsageProblem for any other text."""
+    seconds = parse_duration(text)
+    if not seconds:
+        raise UsageProblem(f"the interval {text!r} is not a duration: write a number and a unit, as in 30s or 1m.")
+    return seconds
+
+
 def parse_duration(text: str) -> float | None:
     """The seconds of a duration such as 5m or 7d. For a text that is not a number with a unit, the result is None."""
     match = _DURATION.fullmatch(text.strip())

@@ -118,6 +118,24 @@ test "$1" = -version && echo 'openjdk version "17.0.15"' >&2
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_runs_at_intervals_go_on_until_sigterm(world: World, tmp_path: Path) -> None:
+    """The exit code is that of the last run; each run judges the rows since the one before."""
+    write_rules(tmp_path, groups=())
+    some_orders(world)
+    with start(world, tmp_path, "--every", "1s") as process:
+        assert process.stdout is not None
+        assert next(line for line in process.stdout if "Report:" in line).startswith("findings: 1 LOST")
+        world.send(Order(number=500))
+        assert next(line for line in process.stdout if "RECOVERED" in line)
+        # Between two runs, or else the run under way would end without a result, and with 3.
+        assert next(line for line in process.stdout if "Report:" in line)
+        process.terminate()
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+
+
+@pytest.mark.slow
 def test_spark_starts_only_if_a_checksum_differs(world: World, tmp_path: Path) -> None:
     """This Java tells its version, and cannot start Spark."""
     java = tmp_path / "home" / "bin" / "java"
