@@ -249,8 +249,10 @@ def drop_databases(url: str, names: Iterable[str]) -> None:
 
 
 def _connect(server_url: str, name: str) -> Connection:
-    # Without a search path names are whole.
-    options = "-c search_path= -c synchronous_commit=off -c jit=off -c max_parallel_workers_per_gather=0"
+    # Without a search path names are whole. A test may have given the database a style that psycopg does not read.
+    options = (
+        "-c search_path= -c datestyle=ISO -c synchronous_commit=off -c jit=off -c max_parallel_workers_per_gather=0"
+    )
     return psycopg.connect(embedded.database_url(server_url, name), autocommit=True, options=options)
 
 
