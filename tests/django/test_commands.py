@@ -20,6 +20,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import summary
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.actions.cells import group_link
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.operations.watching import look
@@ -118,6 +119,12 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
         call("outbox_topic", "list")
     assert f"OUTBOX['{where}']" in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_project_without_addresses_lists_processes_with_their_groups(settings: Any) -> None:
+    """A project that only handles messages, like that of docs/celery.md, has no ROOT_URLCONF."""
+    del settings.ROOT_URLCONF
+    assert group_link("mail") == "mail"
 
 
 def test_topics() -> None:

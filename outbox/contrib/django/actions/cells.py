@@ -13,6 +13,7 @@ from html import unescape
 from typing import Final
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.urls import NoReverseMatch, reverse
 from django.utils import timezone
 from django.utils.html import conditional_escape, format_html, format_html_join, strip_tags
@@ -183,6 +184,8 @@ def error(text: str | None, length: int = 160) -> str:
 
 def link(value: object, page: str, argument: object = None, *, style: str = "", **query: object) -> SafeString | str:
     """A value with a link to a page. A project that has not mounted the pages gets the value."""
+    if not hasattr(settings, "ROOT_URLCONF"):
+        return html(value)
     try:
         address = reverse(f"outbox:{page}", args=[] if argument is None else [argument])
     except NoReverseMatch:
