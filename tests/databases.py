@@ -63,6 +63,12 @@ WHERE relkind IN ('r', 'm', 'p') AND NOT relisshared AND relname NOT IN ('pg_sta
 # A crash of the server sets all counts to 0, and this time to that of its new start.
 _COUNTED_FROM: Final = "SELECT datid, stats_reset FROM pg_stat_database WHERE datname = current_database()"
 _STATISTICS: Final = "DELETE FROM pg_catalog.pg_statistic WHERE starelid >= %s"
+_SIZES: Final = """
+SELECT oid::regclass::text, pg_table_size(oid), relpages, reltuples FROM pg_class WHERE oid = ANY(%s::regclass[])
+"""
+# TRUNCATE makes new files of the table, its indexes and its TOAST table, which takes as long as all else that puts a
+# database back. If a table has no figures of the planner, up to ten pages count as ten, so plans are the same.
+_SMALL: Final = 64 * 1024
 _SEQUENCES: Final = "SELECT seqrelid::regclass::text FROM pg_sequence ORDER BY 1"
 _REFERENCES: Final = "SELECT confrelid::regclass::text, conrelid::regclass::text FROM pg_constraint WHERE contype = 'f'"
 _END_SESSIONS: Final = """
@@ -120,9 +126,13 @@ class Template:
             with connection.transaction():
                 # No trigger, no rule and no foreign key acts on what follows.
                 connection.execute("SET LOCAL session_replication_role = replica")
-                if changed:
-                    tables = sql.SQL(", ").join(map(_as_given, sorted(changed)))
+                if truncated := self._with_referring(self._large(connection, changed)):
+                    tables = sql.SQL(", ").join(map(_as_given, sorted(truncated)))
                     connection.execute(sql.SQL("TRUNCATE {}").format(tables))
+                    changed |= truncated
+                if deleted := sorted(changed - truncated):
+                    statements = [sql.SQL("DELETE FROM {}").format(_as_given(table)) for table in deleted]
+                    connection.execute(sql.SQL("; ").join(statements))
                 for table in sorted(changed & self.data.rows.keys()):
                     _write(connection, table, self.data.rows[table])
                 for sequence, value in self.data.sequences.items():
@@ -142,7 +152,7 @@ class Template:
         self._counted_from[number] = counted_from
 
     def _written(self, connection: Connection) -> set[str] | None:
-        """The tables that were written since the last reset, and those that TRUNCATE requires with them.
+        """The tables that were written since the last reset.
 
         None if this is not known, or if a definition may have changed.
         """
@@ -152,7 +162,14 @@ class Template:
         written = connection.execute(_WRITTEN).fetchall()
         if any(is_catalogue for _, is_catalogue in written) or connection.execute(_ABOUT).fetchall() != self._about:
             return None
-        return self._with_referring({name for name, _ in written})
+        return {name for name, _ in written}
+
+    def _large(self, connection: Connection, names: Iterable[str]) -> list[str]:
+        """Those of the tables that only TRUNCATE puts back: of many pages, or with other figures of the planner."""
+        found = connection.execute(_SIZES, [list(names)])
+        return [
+            name for name, size, *plan in found if size > _SMALL or tuple(plan) != self.data.tables.get(name, ())[2:]
+        ]
 
     def _data(self, connection: Connection) -> Data:
         return Data(
@@ -166,14 +183,15 @@ class Template:
         return {name: (value, is_called) for name, value, is_called in found}
 
     def _changed(self, found: Data) -> set[str]:
-        """The tables that differ from the template, and those that TRUNCATE requires with them."""
-        return self._with_referring(
+        """The tables that differ from the template."""
+        return {
             name
             for name, figures in self.data.tables.items()
             if found.tables[name] != figures or found.rows.get(name) != self.data.rows.get(name)
-        )
+        }
 
     def _with_referring(self, names: Iterable[str]) -> set[str]:
+        """The tables, and those that TRUNCATE requires with them."""
         open_, changed = list(names), set[str]()
         while open_:
             name = open_.pop()

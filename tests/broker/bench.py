@@ -135,12 +135,14 @@ class ConsumptionBench:
         return ConsumerRuntime(self.database, subscriptions, **options)
 
     def run_until_idle(self, subscription: Subscription, handler: AnyHandler, **options: Any) -> list[ConsumeCounts]:
-        """Passes until one does nothing, sequencing what was sent back in between."""
+        """Passes until nothing is left or one does nothing, sequencing what was sent back in between."""
         runtime = self.runtime((subscription, handler), **options)
         passes = []
         while any(vars(counts := runtime.run_once()).values()):
             passes.append(counts)
             self.sequence()
+            if not counts.failed and not counts.timed_out and not self.lag(subscription.group):
+                break
         return passes
 
     @contextlib.contextmanager
