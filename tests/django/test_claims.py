@@ -196,6 +196,23 @@ def test_a_finish_that_fails_may_be_repeated() -> None:
     assert numbers() == ["done"]
 
 
+def test_an_error_after_commit_does_not_repeat_the_handler(alias: str) -> None:
+    """The callback fails after COMMIT, so the message is done."""
+
+    def fail() -> None:
+        raise Refused
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+            transaction.on_commit(fail, using=alias)
+
+    once = delivery()
+    assert [run(once), run(once)] == [HANDLED, SKIPPED]
+    assert numbers(alias) == ["one"]
+
+
 def test_a_message_that_was_committed_by_hand_and_then_failed_is_given_up(alias: str) -> None:
     @subscriber("orders", group="slow", effects="outside", using=alias)
     def slow(given: ClaimedDelivery) -> None:

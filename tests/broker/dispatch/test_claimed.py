@@ -8,11 +8,13 @@ from uuid import UUID
 
 import pytest
 
+from outbox.broker.log.recall import recall
 from outbox.broker.operations import dead_letters
 from outbox.broker.operations.audit import count_messages
 from outbox.errors import PermanentError
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ClaimedElsewhere, Disposition
+from outbox.recall import RecallStatus
 from outbox.subscription import Effects, Mode, Subscription
 from outbox.utils import given_up
 from outbox.utils.given_up import GivenUp
@@ -92,12 +94,15 @@ def claimed(bench: ConsumptionBench) -> int:
 
 
 def test_a_dead_letter_of_a_claimed_message_is_told(bench: ConsumptionBench, told: list[GivenUp]) -> None:
+    """A recall comes too late for it."""
     bench.declare("orders")
     slow = Slow()
     slow.is_broken = True
-    bench.publish([Message(topic="orders", key="a", body=encode({}))])
+    message = Message(topic="orders", key="a", body=encode({}))
+    bench.publish([message])
     with bench.sequencing(), bench.running((subscribe(), slow), claim=Claims()):
         eventually(lambda: claimed(bench) == 1)
+        assert [one.status for one in recall(bench.run, [message.message_id])] == [RecallStatus.DELIVERED]
         slow.proceed.set()
         eventually(lambda: told)
     assert [(one.group, one.key, one.attempts) for one in told] == [("g", "a", 1)]
