@@ -78,14 +78,17 @@ class Topic:
             raise ConfigurationError(
                 f"topic {self.name!r}: queue_count must be 1 to {MAX_QUEUE_COUNT}, got {self.queue_count}."
             )
-        if self.retention_seconds < 1:
+        if not 1 <= self.retention_seconds <= names.MAX_INTEGER:
             raise ConfigurationError(
-                f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
+                f"topic {self.name!r}: retention_seconds must be at least 1 and at most {names.MAX_INTEGER:,}, got "
+                f"{self.retention_seconds}."
             )
         for name in ("backlog_limit", "space_limit_bytes"):
             limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ConfigurationError(f"topic {self.name!r}: {name} must be at least 1, got {limit}.")
+            if limit is not None and not 1 <= limit < 2**63:
+                raise ConfigurationError(
+                    f"topic {self.name!r}: {name} must be at least 1 and below 2**63, got {limit}."
+                )
         if self.on_limit not in ("refuse", "warn"):
             raise ConfigurationError(
                 f"topic {self.name!r}: on_limit must be 'refuse' or 'warn', got {self.on_limit!r}."

@@ -75,7 +75,8 @@ class TomlTable:
             return default
         seconds = parse_duration(value) if isinstance(value, str) else None
         if seconds is None:
-            self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
+            remedy = 'write a number and a unit (ms, s, m, h, d), as in "5m", at most 36500d'
+            self.problem(key, f"not a duration: {value!r}", remedy)
             return default
         return seconds
 

@@ -34,7 +34,7 @@ from outbox.contrib.django.publishing.publish import (
     transaction_required,
 )
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOut, TransactionUsageError
+from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOut, TransactionUsageError, UsageError
 from outbox.hooks import Option
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
@@ -267,6 +267,11 @@ def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> Fen
     checks. The text of this error says whether the older instances are fenced.
     """
     names.check_group(transactional_id)
+    if not names.is_seconds(wait_seconds):
+        raise UsageError(
+            f"fenced_producer(wait_seconds={wait_seconds!r}): give a number of seconds from 0 to "
+            f"{names.MAX_WAIT_SECONDS:,} (24 days)."
+        )
     group = get_settings().required_producer_group()
     deadline = time.monotonic() + wait_seconds
     broker = get_broker()
