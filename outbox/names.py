@@ -1,4 +1,4 @@
-"""The allowed names and sizes. The functions check a name or a size before the broker stores it."""
+"""The allowed names, sizes and numbers. The functions check them before the broker stores them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ MAX_HEADERS = 64
 MAX_HEADER_VALUE = 4096
 MAX_KEY = 255
 MAX_TAG = 127
+# The largest integer of PostgreSQL, whose timeouts and `poll` count milliseconds with as many bits.
+MAX_INTEGER = 2**31 - 1
+MAX_WAIT_SECONDS = 24 * 86400
+# For a wait that the database keeps: longer than any retry or rate needs, and far from the end of its times.
+MAX_DELAY_SECONDS = 366 * 86400
+# For calls at the same time and messages in a call: a worker has room for all of them in a file.
+MAX_CALLS = 10_000
 
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,126}")
 _HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,63}")
@@ -89,6 +96,16 @@ def right_choice(kind: type[StrEnum], value: object) -> str:
         return ""
     meant = [one for one in kind if isinstance(value, str) and one.casefold() == value.replace("-", "_").casefold()]
     return " or ".join(f"{kind.__name__}.{one.name}" for one in meant or kind)
+
+
+def is_whole(value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> bool:
+    """Whether the value is a whole number from `minimum` to `maximum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def is_seconds(value: object, maximum: int = MAX_WAIT_SECONDS) -> bool:
+    """Whether the value is a number of seconds from 0 to `maximum`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
 def is_text(value: str) -> bool:

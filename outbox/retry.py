@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from outbox import names
 from outbox.errors import ConfigurationError
 
 # RocketMQ's retry schedule for consumers. The first retry is after 10 s, and the sixteenth attempt is the last.
 DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
+
+# The broker counts no more attempts of a message: its columns are smallints.
+MAX_ATTEMPTS: Final = 30_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +34,16 @@ class RetryPolicy:
         if (
             not isinstance(delays, Sequence)
             or not delays
-            or not all(isinstance(delay, (int, float)) and 0 <= delay < float("inf") for delay in delays)
+            or not all(names.is_seconds(delay, names.MAX_DELAY_SECONDS) for delay in delays)
         ):
             raise ConfigurationError(
-                f"RetryPolicy(delays_seconds={delays!r}): give at least one number of seconds, and no negative number."
+                f"RetryPolicy(delays_seconds={delays!r}): give at least one number of seconds, each from 0 to "
+                f"{names.MAX_DELAY_SECONDS:,} (366 days)."
             )
-        if self.max_attempts is not None and not (isinstance(self.max_attempts, int) and self.max_attempts >= 1):
+        if self.max_attempts is not None and not names.is_whole(self.max_attempts, 1, MAX_ATTEMPTS):
             raise ConfigurationError(
-                f"RetryPolicy(max_attempts={self.max_attempts!r}): give a whole number from 1, or None for no limit."
+                f"RetryPolicy(max_attempts={self.max_attempts!r}): give a whole number from 1 to {MAX_ATTEMPTS:,}, or "
+                "None for no limit."
             )
 
     def exhausted(self, attempt: int) -> bool:

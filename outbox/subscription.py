@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from outbox.message import Message
 
 Value = TypeVar("Value")
-_LONGEST_PAUSE_SECONDS: Final = 366 * 86400.0
 
 DEFAULT_THREADS: Final = 8
 
@@ -193,8 +192,9 @@ class Subscription:
             raise InvalidSubscription(f"subscription {self.group!r} to {self.topic!r}: {complaint}.")
 
     def _complaints(self) -> Iterator[str]:
-        if not (_is_whole(self.batch, 1) and _is_whole(self.threads, 1)):
-            yield f"batch={self.batch!r} and threads={self.threads!r} must be whole numbers and at least 1"
+        if not all(names.is_whole(one, 1, names.MAX_CALLS) for one in (self.batch, self.threads)):
+            most = f"{names.MAX_CALLS:,}"
+            yield f"batch={self.batch!r} and threads={self.threads!r} must be whole numbers from 1 to {most}"
         if right := names.right_choice(Mode, self.mode):
             yield f"mode={self.mode!r} must be {right}"
         if isinstance(self.start, datetime):
@@ -214,12 +214,16 @@ class Subscription:
             for kind, reaction in self.on_error.items():
                 if right := names.right_choice(OnError, reaction):
                     yield f"on_error[{kind.__qualname__}]={reaction!r} must be {right}"
-        if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
-            yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more"
-        if not _is_seconds(self.timeout_seconds) or self.timeout_seconds <= 0:
-            yield f"timeout_seconds={self.timeout_seconds!r} must be a number of seconds above 0"
-        if self.max_suspends is not None and not _is_whole(self.max_suspends, 0):
-            yield f"max_suspends={self.max_suspends!r} must be a whole number, at least 0, or None for no limit"
+        most = f"at most {names.MAX_WAIT_SECONDS:,} (24 days)"
+        if not names.is_seconds(self.suspend_seconds):
+            yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more and {most}"
+        if not names.is_seconds(self.timeout_seconds) or not self.timeout_seconds:
+            yield f"timeout_seconds={self.timeout_seconds!r} must be a number of seconds above 0 and {most}"
+        if self.max_suspends is not None and not names.is_whole(self.max_suspends, 0):
+            yield (
+                f"max_suspends={self.max_suspends!r} must be a whole number from 0 to {names.MAX_INTEGER:,}, or None "
+                "for no limit"
+            )
         if not isinstance(self.broadcast, bool):
             yield f"broadcast={self.broadcast!r} must be True or False"
         yield from self._complaints_about_options()
@@ -312,7 +316,7 @@ class Subscription:
             self.reaction(error)
             self.retry_delay_seconds(error, 1)
             pause = error.pause_seconds if isinstance(error, ServiceUnavailable) else None
-            if pause is not None and not 0 <= pause <= _LONGEST_PAUSE_SECONDS:
+            if pause is not None and not 0 <= pause <= names.MAX_DELAY_SECONDS:
                 raise ValueError("pause_seconds is not a number of seconds, or longer than a year")
         except Exception as further:
             return HandlerError(
@@ -327,14 +331,6 @@ class Subscription:
         if isinstance(error, RetryLater):
             return self.retry.level_seconds(error.level)
         return self.retry.delay_seconds(attempt)
-
-
-def _is_whole(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def _is_seconds(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_error(kind: object) -> bool:

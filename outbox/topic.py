@@ -75,13 +75,14 @@ class Topic:
             raise ConfigurationError(
                 f"topic {self.name!r}: queue_count must be 1 to {MAX_QUEUE_COUNT}, got {self.queue_count}."
             )
-        if self.retention_seconds < 1:
+        if not 1 <= self.retention_seconds <= names.MAX_INTEGER:
             raise ConfigurationError(
-                f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
+                f"topic {self.name!r}: retention_seconds must be at least 1 and at most {names.MAX_INTEGER:,}, got "
+                f"{self.retention_seconds}."
             )
-        if self.backlog_limit is not None and self.backlog_limit < 1:
+        if self.backlog_limit is not None and not 1 <= self.backlog_limit < 2**63:
             raise ConfigurationError(
-                f"topic {self.name!r}: backlog_limit must be at least 1, got {self.backlog_limit}."
+                f"topic {self.name!r}: backlog_limit must be at least 1 and below 2**63, got {self.backlog_limit}."
             )
         if self.on_limit not in ("refuse", "warn"):
             raise ConfigurationError(

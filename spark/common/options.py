@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,7 +71,9 @@ def parse_look_back(text: str) -> float:
     """The seconds of a look back such as 7d. Raises UsageProblem for any other text."""
     seconds = parse_duration(text)
     if not seconds:
-        raise UsageProblem(f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h.")
+        raise UsageProblem(
+            f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h, at most 36500d."
+        )
     return seconds
 
 
@@ -83,6 +86,10 @@ def parse_interval(text: str) -> float:
 
 
 def parse_duration(text: str) -> float | None:
-    """The seconds of a duration such as 5m or 7d. For a text that is not a number with a unit, the result is None."""
+    """The seconds of a duration such as 5m or 7d.
+
+    For a text that is not a number with a unit, and for more than 36500d, the result is None.
+    """
     match = _DURATION.fullmatch(text.strip())
-    return None if match is None else float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]] if match is not None else math.inf
+    return seconds if seconds <= 36_500 * _UNITS["d"] else None

@@ -73,7 +73,8 @@ class TomlTable:
         value = self.values[key]
         seconds = parse_duration(value) if isinstance(value, str) else None
         if seconds is None:
-            self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
+            remedy = 'write a number and a unit (ms, s, m, h, d), as in "5m", at most 36500d'
+            self.problem(key, f"not a duration: {value!r}", remedy)
         return seconds
 
     def tables(self, key: str) -> list[tuple[Any, str]]:

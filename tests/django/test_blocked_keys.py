@@ -398,8 +398,9 @@ def test_what_a_subscription_cannot_keep_is_refused() -> None:
         given: dict[str, Any] = {"topic": "steps", "group": GROUP, "mode": Mode.KEY_ORDERED, **options}
         with pytest.raises(InvalidSubscription, match=complaint):
             Subscription(options=[BlockKey()], **given)
-    with pytest.raises(ConfigurationError, match="whole number"):
-        BlockKey(limit=0)
+    for limit in (0, 2**31, True):
+        with pytest.raises(ConfigurationError, match=rf"limit={limit}.*from 1 to 2,147,483,647"):
+            BlockKey(limit=limit)
 
 
 # -- kills -----------------------------------------------------------------------------------------

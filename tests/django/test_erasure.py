@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import shlex
+import signal
 import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,6 +56,7 @@ from outbox.message import Delivery
 from spark.cli import parser
 from tests.django.broker_world import World, new_world
 from tests.django.operators import ALL, bury, client_of, make_user
+from tests.django.processes import process
 from tests.django.shop.models import Order
 from tests.django.state import stored
 from tests.django.support import sequence
@@ -313,6 +315,31 @@ def test_the_row_of_a_task_is_erased_again_by_the_fingerprint_of_its_key(
         repeat_erasures()
         assert TaskEntry.objects.get(pk=task.pk).args == ([] if is_undone else [MARK])
         assert TaskEntry.objects.get(pk=other.pk).args == [MARK]
+
+
+# A process that repeats the erasures, and is killed when it begins with the tables that have a key of their own.
+KILLED: Final = """
+import os, signal, django
+django.setup()
+from outbox.contrib.erasure import erasing
+erasing.fingerprint = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+erasing.repeat_erasures()
+"""
+
+
+def test_a_kill_between_the_tables_leaves_no_key(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    """Otherwise the erasure would count as done, and the key would stay."""
+    outbox = {"ERASURE_LIST": str(tmp_path / "erasures"), "ERASURE_SECRET": "of the tests"}
+    outbox_settings(**outbox)
+    with new_world(outbox_settings):
+        erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 21")
+        ErasureEntry._base_manager.all().delete()
+        Finding.objects.create(output="out", run="1", rule="r", finding_class="LOST", severity="error", key=MARK)
+        with process(["-c", KILLED], outbox=outbox, log=tmp_path / "log") as killed:
+            assert killed.wait(timeout=60) == -signal.SIGKILL, (tmp_path / "log").read_text()
+        assert tables_with(MARK, "default") == ["default:public.outbox_finding"], "the control"
+        assert repeat_erasures() == {"default.outbox_finding": 1}
+        assert tables_with(MARK, "default") == []
 
 
 def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import Context, ContextVar
 from typing import Any, Final
 
@@ -203,6 +203,77 @@ def test_a_forgotten_block_that_python_collects_ends_no_block_of_a_later_message
     assert isinstance(handle(delivery("forgets"))[0], TransactionUsageError)
     assert handle(delivery("later")) == [HANDLED]
     assert effects() == ["after", "before"]
+
+
+def _noting(alias: str, name: str, met: list[str]) -> Generator[None, None, None]:
+    """Inside of an execute wrapper, which notes its name for each statement."""
+
+    def note(execute: Callable[..., Any], *statement: Any) -> Any:
+        met.append(name)
+        return execute(*statement)
+
+    with connections[alias].execute_wrapper(note):
+        yield
+
+
+@pytest.mark.parametrize("alias", ["default", "other"])
+@pytest.mark.parametrize("options", [{}, {"idempotent": False}, {"effects": "outside"}], ids=str)
+def test_no_later_message_meets_an_execute_wrapper_that_a_handler_has_left(
+    options: dict[str, Any], alias: str, is_watched: bool
+) -> None:
+    """Nor does its late end take the wrapper of a later message, or the watch of outbox, away."""
+    kept: list[Generator[None, None, None]] = []
+    met: list[str] = []
+
+    def noting(name: str) -> Generator[None, None, None]:
+        return _noting(alias, name, met)
+
+    @subscriber("orders", group="effects", using="default", **options)
+    def effect(given: Any) -> None:
+        if given.key == "leaves":
+            connections[alias].ensure_connection()
+            kept.append(noting("left"))
+            next(kept[0])
+        elif given.key == "ends":
+            own = noting("own")
+            next(own)
+            kept.clear()
+            Effect.objects.using(alias).count()
+            own.close()
+            Effect.objects.using(alias).count()
+
+    [registered] = registry.subscribers()
+
+    def call(key: str) -> list[str]:
+        results = HandlerInvoker()(registered.subscription, registered.handler, [delivery(key)], generation=1)
+        assert list(results) == [HANDLED]
+        found = [*met]
+        met.clear()
+        return found
+
+    call("leaves")
+    before = list(connections[alias].execute_wrappers)
+    assert call("later") == []
+    assert call("ends") == ["own"]
+    assert list(connections[alias].execute_wrappers) == before
+    assert len(before) == 1 + (is_watched and alias == "default")
+
+
+def test_a_message_that_joins_meets_no_execute_wrapper_of_the_message_before_it() -> None:
+    kept: list[Generator[None, None, None]] = []
+    met: list[str] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        met.append(given.key)
+        if given.key == "a":
+            kept.append(_noting("default", "left", met))
+            next(kept[0])
+            return
+        Effect.objects.create(number=given.key)
+
+    results, _ = share(*deliveries("a", "b"))
+    assert [results[0], met] == [HANDLED, ["a", "b"]]
 
 
 def test_a_setting_for_the_transaction_keeps_the_connection(is_watched: bool) -> None:

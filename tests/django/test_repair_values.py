@@ -90,6 +90,8 @@ def test_a_large_body_stays_as_long_as_the_message_of_the_repair(
     repair = Repair(tmp_path, publisher="orders=tests.django.test_repair_values.large")
     Order.objects.create(number="7")
     with large_bodies(tmp_path / "large", outbox_settings) as folder:
+        [(planned, what)] = repair.run(lost("7"), apply=False)
+        assert planned == "would be done" and what.startswith("publish to 'orders', with a new id: ")
         assert repair.outcomes(lost("7")) == ["done"]
         assert repair.outcomes(lost("7")) == ["settled"]
         remove_a_year_later()

@@ -13,11 +13,18 @@ import pytest
 from django.core.management import CommandError, load_command_class
 
 from outbox import hooks
+from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.actions.listing import Listing
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, on_engine
 from outbox.contrib.django.operations.known_conditions import observer
+from outbox.contrib.rocketmq import dead_letter_notes, operations
 from outbox.contrib.rocketmq.operator_table import COMMANDS, PAGES
+from outbox.errors import UsageError
+from outbox.message import stored_message
+from outbox.rocketmq import inspection
+from outbox.rocketmq.inspection import Letter
+from outbox.utils.ids import uuid7
 from tests.django.entry_points import say
 from tests.django.operators import ALL, client_of, command_of, make_user
 from tests.part_apps import app_of, command_files, has
@@ -80,6 +87,28 @@ def test_what_has_no_row_works_or_says_what_it_needs(databases: None, on_rocketm
         if listing.address and listing.name not in PAGES:
             answer = client_of(make_user(*ALL)).get(f"/outbox/{listing.address}")
             assert answer.status_code == 404 and ELSEWHERE in unescape(answer.content.decode())
+
+
+def test_a_dead_letter_that_cannot_be_read_is_named_when_it_is_replayed(
+    on_rocketmq: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server is needed: its letters are given here."""
+    message = stored_message(message_id=uuid7(), topic="orders", key="", tag="", body=b"foreign")
+    letter = Letter(
+        group="mail", message=message, stored_milliseconds=1, broker="b", problem="JSONDecodeError: no JSON"
+    )
+    monkeypatch.setattr(operations, "brokers", list)
+    monkeypatch.setattr(operations, "_groups", lambda group: [group])
+    monkeypatch.setattr(inspection, "dead_letters", lambda admins, group: [letter])
+    monkeypatch.setattr(dead_letter_notes, "notes_of", lambda group: {})
+    only = LetterSelection(message_ids=[message.message_id])
+    for limit in (1, 10):
+        with pytest.raises(
+            UsageError, match=rf"{message.message_id} .*JSONDecodeError.*outbox_dead_letter discard mail"
+        ):
+            operations.settle_letters("mail", only, limit=limit, replay=True, dry_run=True)
+        assert operations.settle_letters("mail", only, limit=limit, replay=False, dry_run=True) == 1
+    assert operations.settle_letters("mail", LetterSelection(), limit=10, replay=True, dry_run=True) == 0
 
 
 def test_nothing_is_refused_on_postgresql(outbox_settings: Callable[..., None]) -> None:

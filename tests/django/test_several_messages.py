@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, cast
 
 import psycopg
@@ -107,9 +108,13 @@ def test_a_message_that_a_failed_call_got_may_be_published_by_the_next_call() ->
     assert Order.objects.count() == 1
 
 
-def test_a_message_that_a_failed_call_got_is_rolled_back_by_check_back() -> None:
+@pytest.mark.parametrize("ahead", [timedelta(0), timedelta(days=1)])
+def test_a_message_that_a_failed_call_got_is_rolled_back_by_check_back(ahead: timedelta) -> None:
+    """Also if the clock was ahead when the message was made, and was set back before the call."""
+    given = message("orders", {}, key="g")
+    object.__setattr__(given, "born_at", given.born_at + ahead)
     with pytest.raises(Refused):
-        place_given(message("orders", {}, key="g"), fail=True)
+        place_given(given, fail=True)
     flush(within_seconds=5)
     assert run_check_back().rolled_back == 1
     assert decisions() == {"g": "R"}

@@ -25,6 +25,7 @@ from outbox.contrib.tasks.api import (
     task_started,
 )
 from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.results import first_and_last
 from outbox.contrib.tasks.running import register_backends
 from outbox.errors import ConfigurationError
 from tests.django.configured import TASKS
@@ -177,6 +178,22 @@ def test_another_attempt(outbox: InMemoryOutbox) -> None:
     assert effects() == ["1"]
 
 
+def test_a_task_with_many_attempts_keeps_its_first_and_last_errors(outbox: InMemoryOutbox) -> None:
+    """Each attempt writes the whole row again, so it must not grow. The number of attempts stays right."""
+    with options(OPTIONS={"max_attempts": 15, "delays_seconds": [0]}):
+        outbox.reset()
+        result = tasks.fail.enqueue("1")
+        assert outbox.drain() == 15
+        result.refresh()
+        assert (result.status, result.attempts, len(result.errors)) == (TaskResultStatus.FAILED, 15, 10)
+        [entry] = TaskEntry.objects.all()
+        assert (entry.attempts, len(entry.worker_ids), len(entry.errors)) == (15, 10, 10)
+        TaskEntry.objects.update(attempts=40_000)
+        result.refresh()
+        assert result.attempts == 40_000
+    assert first_and_last(list(range(12))) == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
 @pytest.mark.parametrize("argument", [object(), float("nan"), "\0", "\ud800", {1, 2}])
 def test_what_cannot_be_stored_is_refused(outbox: InMemoryOutbox, argument: object) -> None:
     with pytest.raises((TypeError, ValueError)):
@@ -259,6 +276,14 @@ def test_checks(outbox_settings: Callable[..., None]) -> None:
         found(OPTIONS={"max_attempt": 2})
     with pytest.raises(ConfigurationError, match=r"\['max_attempts'\] must be a whole number of attempts.* is 0"):
         found(OPTIONS={"max_attempts": 0})
+    for wrong, complaint in (
+        ({"max_attempts": 30_001}, "from 1 to 30,000"),
+        ({"timeout_seconds": 2_073_601}, r"\['timeout_seconds'\].* at most 2,073,600"),
+        ({"delays_seconds": [1, 31_622_401]}, r"\['delays_seconds'\]\[1\].* at most 31,622,400"),
+        ({"threads": 10_001}, r"\['threads'\].* at most 10,000"),
+    ):
+        with pytest.raises(ConfigurationError, match=complaint):
+            found(OPTIONS=wrong)
     with pytest.raises(ConfigurationError, match="with space"):
         found(QUEUES=["with space"])
     with override_settings(TASKS={"default": TASKS["default"], "second": TASKS["default"]}):

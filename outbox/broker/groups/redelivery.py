@@ -23,6 +23,7 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease
+from outbox.retry import MAX_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,8 @@ def record_failure(
     parameters = {
         "group_id": group_id,
         "dead": dead,
-        "attempts": attempts,
-        "next_attempt": redelivery.attempt + 1,
+        "attempts": min(attempts, MAX_ATTEMPTS),
+        "next_attempt": min(redelivery.attempt + 1, MAX_ATTEMPTS),
         "error": error,
         "seconds": seconds,
         **_place(redelivery),

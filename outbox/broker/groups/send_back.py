@@ -21,13 +21,12 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
+from outbox.retry import MAX_ATTEMPTS
 from outbox.subscription import Mode, OnError, Subscription
 from outbox.utils.safe_text import LONGEST_TEXT, error_line, frames_of, storable
 
 # The code of outbox itself.
 _OUTBOX: Final = str(Path(__file__).parents[2]) + os.sep
-# The largest number of attempts that is stored; the column is a smallint and cannot store much more.
-_LAST_COUNTED: Final = 30_000
 
 
 class FailureAction(enum.Enum):
@@ -212,12 +211,12 @@ def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[Queue
         "queue_ids": arrays.integers([failure.lease.key[1] for failure in failures]),
         "epochs": arrays.bigints([failure.lease.epoch for failure in failures]),
         "log_ids": arrays.bigints([failure.log_id for failure in failures]),
-        "attempts": arrays.integers([min(failure.attempts, _LAST_COUNTED) for failure in failures]),
+        "attempts": arrays.integers([min(failure.attempts, MAX_ATTEMPTS) for failure in failures]),
         "errors": arrays.texts([failure.error for failure in failures]),
         "verdicts": arrays.texts([failure.judgement.verdict.value for failure in failures]),
         "delays": [float(failure.judgement.delay_seconds) for failure in failures],
         "retry_queues": arrays.integers([failure.retry_queue_id for failure in failures]),
-        "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
+        "next_attempts": arrays.integers([min(failure.next_attempt, MAX_ATTEMPTS) for failure in failures]),
         "offsets": arrays.bigints([failure.offset for failure in failures]),
         "stored_offsets": arrays.bigints([failure.stored_offset for failure in failures]),
         "swept_offsets": arrays.bigints([failure.swept_offset for failure in failures]),

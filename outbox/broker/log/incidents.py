@@ -32,6 +32,8 @@ class IncidentKind(enum.StrEnum):
     """A process found the broker on another server or database than the process had verified before."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
+    CLOCK = "clock"
+    """Rows had times in the future, and the broker has changed them: a clock was ahead, and was set back."""
     PROCESS_DIED = "process_died"
     """A supervised consumer process died, or ended itself because its handlers hang."""
     PROCESS_FAILING = "process_failing"

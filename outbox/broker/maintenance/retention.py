@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -207,9 +208,9 @@ SELECT count(*) FROM entries
 """)
 
 # Clear the messages that were never queued, because they were rolled back or recalled before they were due. A topic may
-# keep its messages for years, so a round begins after the place at which the last one ended (`UnqueuedPlace`). The
-# decision ROLLBACK of a message stays until the sequencer has read it, because the sequencer then unblocks the key of
-# the message.
+# keep its messages for years, so a pass goes on for a limited time only, and the next one begins where it ended
+# (`UnqueuedPlace`). The decision ROLLBACK of a message stays until the sequencer has read it, because the sequencer
+# then unblocks the key of the message.
 _CLEAR_UNQUEUED: Final = Statement(
     """
 WITH rolled_back AS MATERIALIZED (
@@ -287,13 +288,17 @@ class RetentionSettings:
     """`hard_cap_seconds`: retention keeps an unconsumed message at least this long (seconds), and then removes it.
 
     Consumed messages are kept for their topic's `retention_seconds`. `batch` limits the rows of one statement.
+    `unqueued_seconds`: a pass looks for messages that were never queued for about this time.
     """
 
     hard_cap_seconds: float = DEFAULT_HARD_CAP_SECONDS
     batch: int = 5_000
+    unqueued_seconds: float = 2.0
 
 
 _FIRST_TIME: Final = datetime.min.replace(tzinfo=UTC)
+_LAST_TIME: Final = datetime.max.replace(tzinfo=UTC)
+_LAST_ID: Final = 2**63 - 1
 
 
 @dataclass(slots=True)
@@ -412,12 +417,20 @@ def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings)
 
 
 def _clear_unqueued(run: Executor, settings: RetentionSettings, place: UnqueuedPlace) -> int:
-    """Remove messages that were never queued, and move the place. Return their number."""
-    values = {"batch": settings.batch, "decided_at": place.decided_at, "log_id": place.log_id}
-    unqueued, decided_at, log_id = run.one(_CLEAR_UNQUEUED, values)
-    # At the end of the rows, the next round begins with the first one again.
-    place.decided_at, place.log_id = decided_at or _FIRST_TIME, log_id or 0
-    return int(unqueued)
+    """Remove messages that were never queued, and move the place while batches are full. Return their number."""
+    removed, ends_at = 0, time.monotonic() + settings.unqueued_seconds
+    while True:
+        values = {"batch": settings.batch, "decided_at": place.decided_at, "log_id": place.log_id}
+        unqueued, decided_at, log_id = run.one(_CLEAR_UNQUEUED, values)
+        removed += int(unqueued)
+        if decided_at is None and log_id is None:
+            # At the end of the rows, the next pass begins with the first one again.
+            place.decided_at, place.log_id = _FIRST_TIME, 0
+            return removed
+        # One kind of rows may end before the other.
+        place.decided_at, place.log_id = decided_at or _LAST_TIME, log_id or _LAST_ID
+        if time.monotonic() >= ends_at:
+            return removed
 
 
 def _clear_retries(run: Executor, limit: _Limit) -> int:

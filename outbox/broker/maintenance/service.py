@@ -11,7 +11,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.failing import FailureNote, ProcessPart
-from outbox.broker.maintenance import retention
+from outbox.broker.maintenance import future_times, retention
 from outbox.broker.maintenance.retention import RetentionCounts, UnqueuedPlace
 from outbox.broker.transaction import checks, parking
 from outbox.errors import BrokerUnavailable
@@ -36,6 +36,7 @@ def run_once(
     with contextlib.closing(database.open(name="outbox-maintenance", direct=True)) as connection:
         run = Executor(connection, database.schema)
         checks.scan(run, settings=check)
+        future_times.mend(run)
         parking.park_overdue(run, settings=check)
         while (counts := _remove(run, place)).more and not stopping():
             pass

@@ -656,20 +656,24 @@ def open_since_resync(state: BrokerState) -> Iterable[Judged]:
 # group sets the `expires_at` of its leases to the present time. The time without a consumer is null if the group has
 # never consumed the topic.
 _NO_WORKER: Final = Statement("""
-WITH alive AS MATERIALIZED (
-    SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
+WITH known AS (
+    SELECT group_id, topic.name, max(expires_at) AS expires_at
+    FROM {schema}.consumer CROSS JOIN unnest(topics) AS topic (name) GROUP BY 1, 2
+), unattended AS MATERIALIZED (
+    SELECT subscription.group_id, topic_id, consumer_group.name AS group, topic.name AS topic, known.expires_at
+    FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+    LEFT JOIN known ON known.group_id = subscription.group_id AND known.name = topic.name
+    WHERE NOT broadcast AND (known.expires_at IS NULL OR known.expires_at <= clock_timestamp())
+), leased AS (
+    -- Once for all: a look-up for each subscription would read all leases of its group.
+    SELECT lease.group_id, queue.topic_id, max(lease.expires_at) AS expires_at
+    FROM {schema}.queue_lease lease JOIN {schema}.queue USING (queue_id)
+    WHERE lease.group_id IN (SELECT group_id FROM unattended) GROUP BY 1, 2
 )
-SELECT consumer_group.name AS group, topic.name AS topic,
-       extract(epoch FROM clock_timestamp() - greatest(
-           (SELECT max(lease.expires_at) FROM {schema}.queue_lease lease JOIN {schema}.queue USING (queue_id)
-            WHERE lease.group_id = subscription.group_id AND queue.topic_id = subscription.topic_id),
-           (SELECT max(gone.expires_at) FROM {schema}.consumer gone
-            WHERE gone.group_id = subscription.group_id AND topic.name = ANY (gone.topics))
-       ))::double precision AS seconds
-FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
-LEFT JOIN alive ON alive.group_id = subscription.group_id AND alive.topic = topic.name
-WHERE alive.topic IS NULL AND NOT broadcast
-ORDER BY consumer_group.name, topic.name
+SELECT unattended.group, unattended.topic,
+       extract(epoch FROM clock_timestamp() - greatest(leased.expires_at, unattended.expires_at))::double precision
+FROM unattended LEFT JOIN leased USING (group_id, topic_id)
+ORDER BY 1, 2
 """)
 NO_WORKER_SECONDS: Final = Threshold(
     "no_worker_seconds",

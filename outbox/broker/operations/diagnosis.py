@@ -55,12 +55,16 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
 
     The connection must be in autocommit and connected to `database`, and the tables must be installed.
     """
+    # A login that only watches never listens, and must not connect as a worker does.
+    listens = grants.lesser_role(run) is not grants.Role.WATCH
     yield from _server(run)
-    yield _pooler(run, database)
+    if listens:
+        yield _pooler(run, database)
     yield _clock(run)
     yield from _timeouts(run)
     yield _grants(run)
-    yield from _direct_grants(database)
+    if listens:
+        yield from _direct_grants(database)
     yield _sees_sessions(run)
     yield from _declared(run)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outbox import names
 from outbox.errors import ConfigurationError, PermanentError
 from outbox.subscription import Effects, Mode, OnError, Subscription, SubscriptionOption
 
@@ -29,8 +30,10 @@ class BlockKey(SubscriptionOption):
     limit: int = 10_000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
-            raise ConfigurationError(f"BlockKey(limit={self.limit!r}): give a whole number from 1.")
+        if not names.is_whole(self.limit):
+            raise ConfigurationError(
+                f"BlockKey(limit={self.limit!r}): give a whole number from 1 to {names.MAX_INTEGER:,}."
+            )
 
     def complaints(self, subscription: Subscription) -> Iterator[str]:
         """Yield why the dead letters of a subscription cannot block their keys."""

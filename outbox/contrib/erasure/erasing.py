@@ -396,21 +396,28 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
             texts=texts,
             is_listed=is_listed,
         )
-        rows.update(_erase_on(alias, scope, erasures))
-        if not wanted:
+        # One transaction, so that the erasures are recorded as done only together with the keys.
+        with transaction.atomic(using=alias):
+            rows.update(_erase_on(alias, scope, erasures))
+            rows.update(_erase_keys_on(alias, topic, secret, wanted))
+    return rows
+
+
+def _erase_keys_on(alias: str, topic: str, secret: str, wanted: Mapping[str, Erasure]) -> Counter[str]:
+    """Erase in the tables of parts that have a key. `wanted`: the erasures of keys, by fingerprint."""
+    rows: Counter[str] = Counter()
+    for model, erase_in in _of_parts() if wanted else ():
+        names = {field.name for field in model._meta.fields}
+        if "key" not in names or not router.allow_migrate_model(alias, model):
             continue
-        for model, erase_in in _of_parts():
-            names = {field.name for field in model._meta.fields}
-            if "key" not in names or not router.allow_migrate_model(alias, model):
-                continue
-            keyed = model._base_manager.using(alias)
-            stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
-            for key in set(stored.values_list("key", flat=True)):
-                if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                    of_key = Scope(
-                        topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
-                    )  # fmt: skip
-                    rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
+        keyed = model._base_manager.using(alias)
+        stored = keyed.filter(topic=topic) if "topic" in names else keyed.all()
+        for key in set(stored.values_list("key", flat=True)):
+            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
+                of_key = Scope(
+                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
+                )  # fmt: skip
+                rows[f"{alias}.{model._meta.db_table}"] += erase_in(stored, of_key)
     return rows
 
 

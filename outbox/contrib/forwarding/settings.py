@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outbox import names
 from outbox.contrib.django.settings.definition import (
     Rule,
     any_text,
@@ -96,10 +97,16 @@ class DeclaredForward:
         "a dead letter and later messages are sent (`dead_letter`)",
     )
     batch: int | None = setting(
-        None, whole(1, "messages"), shown="the sink's", meaning="the maximum number of messages in one call of the sink"
+        None,
+        whole(1, "messages", most=names.MAX_CALLS),
+        shown="the sink's",
+        meaning="the maximum number of messages in one call of the sink",
     )
     threads: int | None = setting(
-        None, whole(1, "calls"), shown="the sink's", meaning="how many calls of the sink run at the same time"
+        None,
+        whole(1, "calls", most=names.MAX_CALLS),
+        shown="the sink's",
+        meaning="how many calls of the sink run at the same time",
     )
     suspend_seconds: float = setting(
         5.0, seconds(0), meaning="the wait until `outbox_worker --role forward` sends a refused message again"

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
+from outbox import names
 from outbox.errors import ConfigurationError
 from outbox.subscription import Mode, Subscription, SubscriptionOption
 
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)/(s|min|h|day)")
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
+_MOST_PER_SECOND: Final = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +37,19 @@ class Limits(SubscriptionOption):
     def __post_init__(self) -> None:
         for name in ("running", "per_key", "burst"):
             value = getattr(self, name)
-            if not (_is_count(value) or (value is None and name != "burst")):
-                raise ConfigurationError(f"Limits({name}={value!r}): give a whole number from 1.")
+            if not (names.is_whole(value) or (value is None and name != "burst")):
+                raise ConfigurationError(
+                    f"Limits({name}={value!r}): give a whole number from 1 to {names.MAX_INTEGER:,}."
+                )
         if self.rate is not None and _per_second(self.rate) is None:
             raise ConfigurationError(
                 f"Limits(rate={self.rate!r}): give a number above 0 and a unit, such as '5/s', '100/min', '1000/h' or "
-                "'20000/day'."
+                f"'20000/day', and at most {_MOST_PER_SECOND:,.0f}/s."
+            )
+        if (per_second := self.per_second) is not None and self.burst > per_second * names.MAX_DELAY_SECONDS:
+            raise ConfigurationError(
+                f"Limits(rate={self.rate!r}, burst={self.burst!r}): at this rate, the burst takes longer than 366 "
+                "days. Give a higher rate or a smaller burst."
             )
         if self.burst > 1 and self.rate is None:
             raise ConfigurationError(f"Limits(burst={self.burst!r}) needs a rate, such as rate='100/min'.")
@@ -95,11 +104,7 @@ class Limits(SubscriptionOption):
         return ", ".join(f"{name}={value}" for name, value in self.stored().items())
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _per_second(rate: object) -> float | None:
     found = _RATE.fullmatch(rate) if isinstance(rate, str) else None
     number = float(found[1]) / _SECONDS[found[2]] if found is not None else 0.0
-    return number if number > 0 else None
+    return number if 0 < number <= _MOST_PER_SECOND else None

@@ -205,7 +205,9 @@ def _publish(step: RepairStep, config: PublishSources, dry_run: bool) -> Result:
         message = _built(publisher, row, step, source, message_id)
         _refuse_changed_key(step, source, message, connection)
         if dry_run:
-            what = f"publish to {source.topic!r} as {message.message_id}"
+            # A large body is stored anew under a new id each time that the publisher makes it.
+            as_id = f" as {message_id}" if message.message_id == message_id else ", with a new id"
+            what = f"publish to {source.topic!r}{as_id}"
             return Result(StepOutcome.WOULD_BE_DONE, what, before, content=_described(message))
         get_broker().send([message], committed=True)
         point("repair.after_effect")

@@ -521,12 +521,19 @@ def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay
     """
     admins = brokers()
     _groups(group)
+    found = sorted(_letters(admins, group, selection, settled=False), key=lambda one: one[1].place)
+    ids = selection.message_ids
+    for letter, _ in found if replay and ids is not None else ():
+        if letter.problem:
+            raise UsageError(
+                f"dead letter {letter.message.message_id} of group {group!r} cannot be replayed, because it cannot be "
+                f"read: {letter.problem}. Nothing was changed. Publish its message anew from your own data, and run "
+                f"`outbox_dead_letter discard {group} {letter.message.message_id}`."
+            )
     # An unreadable letter can only be discarded.
-    found = [one for one in _letters(admins, group, selection, settled=False) if not (replay and one[0].problem)]
-    found.sort(key=lambda one: one[1].place)
+    found = [one for one in found if not (replay and one[0].problem)]
     # A message may have several dead letters; all of them are about the same message.
     newest = {letter.message.message_id: letter for letter, _ in found[:limit]}
-    ids = selection.message_ids
     if ids is not None and len(newest) != len(set(ids)):
         raise UsageError(
             f"{len(newest)} of the {len(set(ids))} ids are dead letters of group {group!r} that match the other "

@@ -42,7 +42,8 @@ def _delays(where: str, value: Any) -> Sequence[float]:
     allowed = "a list of numbers of seconds that is not empty"
     if not isinstance(value, (list, tuple)) or not value:
         raise wrong(where, value, allowed)
-    return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
+    rule = seconds(0, most=names.MAX_DELAY_SECONDS)
+    return [rule.check(f"{where}[{place}]", one) for place, one in enumerate(value)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,9 @@ class TaskOptions:
         "tasks", text("topic"), meaning="the topic of the task messages. Each backend needs a topic of its own"
     )
     threads: int = setting(
-        8, whole(1, "tasks"), meaning="how many tasks of one queue run at the same time in one process"
+        8,
+        whole(1, "tasks", most=names.MAX_CALLS),
+        meaning="how many tasks of one queue run at the same time in one process",
     )
     timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
     max_attempts: int | None = setting(

@@ -39,7 +39,7 @@ class TaskEntry(models.Model):
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
     message_id = models.UUIDField(editable=False)
     announced_at = models.DateTimeField(editable=False)
-    attempts = models.PositiveSmallIntegerField(default=0)
+    attempts = models.PositiveIntegerField(default=0)
     run_after = models.DateTimeField(null=True)
     enqueued_at = models.DateTimeField()
     started_at = models.DateTimeField(null=True)

@@ -22,6 +22,10 @@ from outbox.utils.safe_text import storable as storable_text
 # Matches an escaped NUL, which PostgreSQL's jsonb refuses. The expression does not match an escaped backslash before
 # "u0000".
 _NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+# The row keeps the errors and the workers of the first and of the last attempts. Each attempt writes the row again, so
+# a task without a limit of attempts would otherwise write more and more.
+_FIRST: Final = 2
+_LAST: Final = 8
 
 
 def storable(value: Any) -> Any:
@@ -34,6 +38,11 @@ def storable(value: Any) -> Any:
     if _NUL.search(text):
         raise ValueError("a text with a NUL character cannot be stored.")
     return json.loads(text)
+
+
+def first_and_last(items: list[Any]) -> list[Any]:
+    """Return the first two and the last eight items, or all items if there are no more."""
+    return items if len(items) <= _FIRST + _LAST else [*items[:_FIRST], *items[-_LAST:]]
 
 
 def error_of(error: BaseException) -> dict[str, str]:
@@ -58,6 +67,9 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
 
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
     """Return the entry as a TaskResult. Raises ConfigurationError if the entry's task no longer exists."""
+    workers = list(entry.worker_ids)
+    # The tasks API counts the attempts by their workers.
+    workers[_FIRST:_FIRST] = [""] * (entry.attempts - len(workers))
     result: TaskResult[..., Any] = TaskResult(
         task=task or task_of(entry),
         id=str(entry.id),
@@ -70,7 +82,7 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
         kwargs=entry.kwargs,
         backend=entry.backend,
         errors=[TaskError(**error) for error in entry.errors],
-        worker_ids=list(entry.worker_ids),
+        worker_ids=workers,
     )
     # The tasks API itself also sets `_return_value` with object.__setattr__, because the class is frozen and its
     # constructor has no parameter for the return value.

@@ -18,7 +18,7 @@ from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.contrib.tasks.api import TaskContext, TaskResult, task_backends, task_finished, task_started
 from outbox.contrib.tasks.backend import OutboxBackend
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.results import error_of, result_of, storable
+from outbox.contrib.tasks.results import error_of, first_and_last, result_of, storable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -73,7 +73,7 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
     entry.last_attempted_at = timezone.now()
     entry.started_at = entry.started_at or entry.last_attempted_at
     entry.attempts += 1
-    entry.worker_ids = [*entry.worker_ids, f"{socket.gethostname()}:{os.getpid()}"]
+    entry.worker_ids = first_and_last([*entry.worker_ids, f"{socket.gethostname()}:{os.getpid()}"])
     result: TaskResult[..., Any] | None = None
     try:
         result = result_of(entry)
@@ -86,7 +86,7 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         raise
     except (Exception, SystemExit) as error:
         entry.return_value = None
-        entry.errors = [*entry.errors, error_of(error)]
+        entry.errors = first_and_last([*entry.errors, error_of(error)])
         # During a deployment, a task may be newer than the code of this process. This process then cannot start the
         # task.
         retry = backend.retry if result is not None else RetryPolicy()

@@ -19,6 +19,8 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import summary
+from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import grants
@@ -227,6 +229,16 @@ def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
             new_sequencer(granted.as_role(role)).run_once(opened)
     with contextlib.closing(PostgresBroker(watcher)) as broker, pytest.raises(OutboxError, match="permission denied"):
         broker.send([message()])
+
+
+def test_the_doctor_of_a_watcher_does_not_look_at_the_connection_of_workers(granted: Granted) -> None:
+    """Its login never listens, and its machine need not reach the server itself."""
+    for role, severity in ((Role.WATCH, None), (Role.WORK, Severity.CRITICAL)):
+        login = granted.as_role(role)
+        away = BrokerDatabase(login.conninfo, listen_conninfo="host=localhost port=1 dbname=nowhere")
+        with session(login) as opened:
+            found = {one.name: one.severity for one in diagnose(Executor(opened, "outbox"), away)}
+        assert [found.get(name) for name in ("pooler", "grants of LISTEN_URL")] == [severity] * 2
 
 
 def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(

@@ -17,7 +17,6 @@ shows the plan, and the operator then confirms the plan with a reason.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -27,6 +26,7 @@ from uuid import UUID
 
 from django.utils.timezone import make_aware
 
+from outbox import names
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import PagePosition
 
@@ -84,8 +84,8 @@ def parsed(kind: FieldKind, text: str, *, zone: tzinfo | None = None) -> Any:
                 raise ValueError(f"{text!r} is not a whole number, at least {least}")
             return int(text)
         case FieldKind.SECONDS:
-            with refusing(f"{text!r} is not a number of seconds, at least 0"):
-                if 0 <= (seconds := float(text)) < math.inf:
+            with refusing(f"{text!r} is not a number of seconds, at least 0 and at most {names.MAX_WAIT_SECONDS:,}"):
+                if names.is_seconds(seconds := float(text)):
                     return seconds
                 raise ValueError
         case FieldKind.TIME:

@@ -25,6 +25,8 @@ from outbox.errors import TransactionUsageError
 CONNECT: Final[CodeType] = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
 # The function that ends an atomic block. Its first step takes the newest block out of the connection's list.
 _EXIT: Final[CodeType] = Atomic.__exit__.__code__
+# The block in which application code watches the statements of a connection.
+_WRAPPING: Final[CodeType] = inspect.unwrap(BaseDatabaseWrapper.execute_wrapper).__code__
 
 
 class WatchedBlocks(list[Atomic]):
@@ -63,6 +65,39 @@ class WatchedBlocks(list[Atomic]):
                     "that is inside it."
                 )
         return super().pop(index)
+
+
+class WatchedWrappers(list[Any]):
+    """Django's list of a connection's execute wrappers. `entered`: those whose block `execute_wrapper` is open.
+
+    Django ends such a block by removing the newest wrapper. If a generator was left inside a block, Python ends the
+    block when it collects the generator. Then this list removes the wrapper of this block, or none.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        super().__init__(connection.execute_wrappers)
+        self.entered: Final[list[Any]] = []
+
+    def append(self, wrapper: Any) -> None:
+        super().append(wrapper)
+        if sys._getframe(1).f_code is _WRAPPING:
+            self.entered.append(wrapper)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code is not _WRAPPING:
+            return super().pop(index)
+        wrapper = caller.f_locals["wrapper"]
+        self.leave(wrapper)
+        return wrapper
+
+    def leave(self, wrapper: Any) -> None:
+        """Remove a wrapper, if it is still there."""
+        for places in (self.entered, self):
+            for place in reversed(range(len(places))):
+                if places[place] is wrapper:
+                    del places[place]
+                    break
 
 
 # Whether an atomic block is the one that a TestCase wraps around a test.

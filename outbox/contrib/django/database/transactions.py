@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -19,6 +19,7 @@ from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
+    WatchedWrappers,
     is_test_case,
     rollback_cause,
 )
@@ -305,12 +306,31 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
             break
     else:
         watch = BlockWatch(connection)
+        if not isinstance(connection.execute_wrappers, WatchedWrappers):
+            connection.execute_wrappers = WatchedWrappers(connection)
         # The watch must be the outermost wrapper, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
     if not isinstance(connection.atomic_blocks, WatchedBlocks):
         # Django makes a new list of blocks with every new connection of the driver.
         connection.atomic_blocks = WatchedBlocks(connection, watch.begin)
     return watch
+
+
+def entered_wrappers(connection: BaseDatabaseWrapper) -> Sequence[Any]:
+    """Return the wrappers of the open blocks `execute_wrapper` of a connection, the oldest first."""
+    wrappers = connection.execute_wrappers
+    return wrappers.entered if isinstance(wrappers, WatchedWrappers) else ()
+
+
+def leave_wrappers(connection: BaseDatabaseWrapper, known: Container[int]) -> bool:
+    """Remove the wrappers of open blocks `execute_wrapper`, except for those whose `id` is known.
+
+    Return whether there was one.
+    """
+    left = [one for one in entered_wrappers(connection) if id(one) not in known]
+    for wrapper in left:
+        cast(WatchedWrappers, connection.execute_wrappers).leave(wrapper)
+    return bool(left)
 
 
 def is_watched(connection: BaseDatabaseWrapper, watch: BlockWatch) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, TypeVar, cast, overload
 from uuid import UUID
 
@@ -52,6 +52,7 @@ from outbox.message import Message
 from outbox.transaction import Decision, HalfTransaction
 from outbox.utils import log_context
 from outbox.utils.faults import point
+from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
@@ -644,13 +645,14 @@ class _Block:
 
     connection: BaseDatabaseWrapper
     published: Published | None = None
-    began_at: datetime = field(default_factory=functools.partial(datetime.now, UTC))
+    # Ids of this process only grow, even if its clock is set back.
+    began: UUID = field(default_factory=uuid7)
 
     def report_rollback(self) -> None:
         """Report the rollback to the broker, if the broker has a half message of the block."""
         if self.published is None or (half := self.published.half) is None:
             return
-        if half.messages[0].born_at > self.began_at:
+        if half.messages[0].message_id > self.began:
             report_rollback(self.connection, half, self.published.xid)
         else:
             # The caller has this message, and may publish it again. The report has no answer, so it could arrive during

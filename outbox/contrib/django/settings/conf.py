@@ -30,7 +30,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox import contrib, hooks
+from outbox import contrib, hooks, names
 from outbox.broker.operations.conditions import Thresholds
 from outbox.contrib.django.settings.definition import (
     Rule,
@@ -109,7 +109,7 @@ class TopicOptions:
     )
     backlog_limit: int | None = setting(
         _TOPIC["backlog_limit"],
-        or_none(whole(1, "messages")),
+        or_none(whole(1, "messages", most=2**63 - 1)),
         word="backlog limit",
         meaning="the greatest number of messages that a group may be behind "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
@@ -160,7 +160,7 @@ def _limits(where: str, value: Any) -> tuple[float | None, float | None]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
     for one in value:
-        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
+        if one is not None and not names.is_seconds(one, 2**63):
             raise wrong(where, value, "a pair (warning, critical) of numbers, at least 0, None for never")
     return (value[0], value[1])
 
@@ -313,7 +313,8 @@ class OutboxSettings:
     )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
-        seconds(60),
+        # The ids of transactions begin in 1970.
+        seconds(60, most=20 * names.MAX_DELAY_SECONDS),
         word="retention",
         meaning="the minimum time for which the inbox remembers a handled message. The inbox also remembers each "
         "message that is still in the log",

@@ -221,22 +221,26 @@ def _flag(where: str, value: Any) -> bool:
 flag: Final = Rule("`True`, `False`", _flag)
 
 
-def whole(minimum: int, unit: str, maximum: int | None = None) -> Rule[int]:
+def whole(minimum: int, unit: str, maximum: int | None = None, *, most: int = names.MAX_INTEGER) -> Rule[int]:
+    """Return the rule for a whole number of `unit`. The documents name `maximum`, but not `most`, which few reach."""
     limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def check(where: str, value: Any) -> int:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < minimum or (maximum is not None and value > maximum):
-            raise wrong(where, value, f"a whole number of {unit}, {limits}")
+        if not names.is_whole(value, minimum, most if maximum is None else maximum):
+            raise wrong(
+                where, value, f"a whole number of {unit}, {limits}" + ("" if maximum else f" and at most {most:,}")
+            )
         return int(value)
 
     return Rule(f"{'whole ' if unit == 'seconds' else ''}{unit}, {limits}", check, unit)
 
 
-def seconds(minimum: float) -> Rule[float]:
+def seconds(minimum: float, *, most: int = names.MAX_WAIT_SECONDS) -> Rule[float]:
+    """Return the rule for a number of seconds from `minimum` to `most`."""
+
     def check(where: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-            raise wrong(where, value, f"a number of seconds, at least {minimum:g}")
+        if not names.is_seconds(value, most) or value < minimum:
+            raise wrong(where, value, f"a number of seconds, at least {minimum:g} and at most {most:,}")
         return float(value)
 
     return Rule(f"seconds, at least {minimum:g}", check, "seconds")

@@ -51,10 +51,12 @@ from outbox.contrib.django.database.transactions import (
     begun_by_hand,
     cause_of_rollback,
     close_with_blocks,
+    entered_wrappers,
     in_pipeline,
     in_test_case,
     is_session_changed,
     is_watched,
+    leave_wrappers,
     lost,
     sync_pipeline,
     watch_of,
@@ -121,6 +123,8 @@ class _OfThread(threading.local):
         self.closing = _Closing()
         # The aliases on which the caller of the present call, such as a test, has an atomic() block open.
         self.open_before: Collection[str] = ()
+        # The ids (`id`) of the execute wrappers of the caller's blocks.
+        self.wrappers_before: Collection[int] = ()
 
 
 _of_thread = _OfThread()
@@ -146,6 +150,9 @@ def begin_call() -> None:
         if _is_expired(connection) or _has_pool(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
             connection.close()
     _of_thread.open_before = open_before
+    _of_thread.wrappers_before = {
+        id(one) for connection in connections.all(initialized_only=True) for one in entered_wrappers(connection)
+    }
     if settings.DEBUG:
         for connection in connections.all(initialized_only=True):
             # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
@@ -175,11 +182,22 @@ def _left_open(what: str) -> str:
     )
 
 
+def _end_wrapping() -> None:
+    """Remove the execute wrappers that the handler of this thread has left, so that they watch no later message."""
+    for connection in connections.all(initialized_only=True):
+        if leave_wrappers(connection, _of_thread.wrappers_before):
+            logger.error(
+                "a handler on %r has left an execute_wrapper() block open, so its wrapper was removed. Enter the block "
+                "with `with`, and do not keep a generator that is inside it.",
+                connection.alias,
+            )
+
+
 def refresh_connections(*, in_handler: bool = False) -> None:
     """Return this thread's connections to Django's pool. Close connections that are broken or past CONN_MAX_AGE.
 
     Also close a connection on which a handler has left an atomic() block open: the blocks of the next messages would be
-    inside it, and would never commit.
+    inside it, and would never commit. Remove the execute wrappers of blocks that it has left open.
 
     Also close a connection whose session a handler has changed, so that the next message does not meet the setting.
     RESET ALL would not do: it would also undo what Django and the project set when the connection was opened. With
@@ -191,6 +209,8 @@ def refresh_connections(*, in_handler: bool = False) -> None:
     CONN_MAX_AGE = 0 is closed when its thread ends.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
+    if not in_handler:
+        _end_wrapping()
     for connection in opened:
         if connection.in_atomic_block:
             if not in_handler and _is_left_open(connection):
@@ -955,6 +975,7 @@ class _Call:
         return [*results, *shared.results()]
 
     def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
+        _end_wrapping()
         failed = _handle(self.subscription, self.handler, [delivery])
         if failed:
             inbox.remove(failed)

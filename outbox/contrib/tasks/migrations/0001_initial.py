@@ -22,7 +22,7 @@ class Migration(migrations.Migration):
                 ('args', models.JSONField()),
                 ('kwargs', models.JSONField()),
                 ('status', models.CharField(choices=[('READY', 'ready'), ('RUNNING', 'running'), ('FAILED', 'failed'), ('SUCCESSFUL', 'successful')], default='READY', max_length=15)),
-                ('attempts', models.PositiveSmallIntegerField(default=0)),
+                ('attempts', models.PositiveIntegerField(default=0)),
                 ('run_after', models.DateTimeField(null=True)),
                 ('enqueued_at', models.DateTimeField()),
                 ('started_at', models.DateTimeField(null=True)),
