@@ -83,8 +83,9 @@ def test_a_card_gives_the_first_failure_the_next_call_and_all_lines_of_the_error
 ) -> None:
     failing(world)
     html = page(operator)
+    assert '<span class="clue whole-error">' in html
     assert re.search(r"since (\S+) (\d\d:\d\d:\d\d) lasts 10 min next call \1 \d\d:\d\d:\d\d error", text_of(html))
-    assert f'<span class="value lines">{escape(_LOCK.replace("/srv/", ""))}</span>' in html
+    assert f'<span class="value">{escape(_LOCK.replace("/srv/", ""))}</span>' in html
     assert "resumes by itself" not in html
     world.sql("UPDATE outbox.consumer_group SET paused = true")
     assert "next call after the group is resumed" in text_of(page(operator))
