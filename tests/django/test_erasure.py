@@ -138,6 +138,9 @@ def fill(world: World) -> list[UUID]:
         ("INSERT INTO outbox.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at,"
          " last_answer) VALUES (%s, %s, 'shop', now(), now(), now(), %s)", (transaction_id, log_id, MARK)),
         ("INSERT INTO outbox.incident (kind, subject, detail) VALUES ('alarm', %s, %s)", (str(transaction_id), MARK)),
+        # The person's name is in no place that the pattern of the key would find.
+        ("INSERT INTO outbox.incident (kind, subject, detail) SELECT 'outage', 'mail on ' || name, 'of Mrs Marker'"
+         " FROM outbox.topic WHERE topic_id = %s", (topic_id,)),
         ("INSERT INTO outbox.outage (instance_id, group_id, topic_id, error) VALUES (%s, %s, %s, %s)",
          (uuid4(), group_id, topic_id, f"TimeoutError: {MARK}")),
         ("UPDATE outbox.queue_lease SET stopped = %s", (f"KeyError: {MARK}",)),
@@ -244,6 +247,7 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
         assert rows[:2] == [(ids[0], erased, kept, b"", True), (ids[1], erased, None, b"", True)]
         assert rows[2][2:] == ({"name": "someone else"}, b'{"name":"someone else"}', False)
         assert world.sql("SELECT error FROM outbox.dead_letter") == [("ValueError: (erased)",)]
+        assert world.sql("SELECT detail FROM outbox.incident WHERE kind = 'outage'") == [("(erased)",)]
         assert world.sql("SELECT count(*) FROM outbox.scheduled") == [(0,)], "the waiting message is recalled"
         [blocked] = list_blocked(world.run, ["mail"], [TOPIC], limit=20)
         assert (str(blocked.blocked_key)[:7], blocked.blocked_error) == ("erased:", "ValueError: (erased)")

@@ -86,6 +86,8 @@ class Outage:
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
+        # The time of the first failure with `_error`.
+        self.since = 0.0
         self._is_over_time = False
         # Whether a handler has requested the length of the current pause.
         self._asked = False
@@ -135,7 +137,7 @@ class Outage:
         """
         if error != self._error:
             self.succeeded(now)
-            self._error = error
+            self._error, self.since = error, now
         call = frozenset(messages)
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
         if len(self._failed) < _IN_A_ROW:
@@ -153,6 +155,8 @@ class Outage:
     def _pause(
         self, error: str, now: float, wished_seconds: float | None = None, *, longest_seconds: float = math.inf
     ) -> float:
+        if not self._error:
+            self.since = now
         self._error = error
         self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:

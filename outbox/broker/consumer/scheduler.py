@@ -516,7 +516,16 @@ class SubscriptionRunner:
     def _report_outage(self, run: Executor, instance: UUID, pauses: int) -> None:
         group_id, topic_id = self.subscribed.key
         if pauses:
-            members.report_outage(run, instance, group_id, topic_id, self.outage.error)
+            now = time.monotonic()
+            members.report_outage(
+                run,
+                instance,
+                group_id,
+                topic_id,
+                self.outage.error,
+                seconds_ago=now - self.outage.since,
+                pause_seconds=(self.outage.resume_at or now) - now,
+            )
         else:
             members.end_outage(run, instance, group_id, topic_id)
         self._reported = pauses

@@ -204,25 +204,52 @@ def release_the_ended(run: Executor) -> None:
 
 
 _REPORT_OUTAGE = Statement("""
-INSERT INTO {schema}.outage AS known (instance_id, group_id, topic_id, error)
-VALUES (%(instance)s, %(group_id)s, %(topic_id)s, %(error)s)
-ON CONFLICT (instance_id, group_id, topic_id) DO UPDATE SET error = excluded.error, seen_at = clock_timestamp()
+INSERT INTO {schema}.outage AS known (instance_id, group_id, topic_id, error, since, next_call_at)
+VALUES (%(instance)s, %(group_id)s, %(topic_id)s, %(error)s, clock_timestamp() - make_interval(secs => %(ago)s),
+        clock_timestamp() + make_interval(secs => %(pause)s))
+ON CONFLICT (instance_id, group_id, topic_id)
+DO UPDATE SET error = excluded.error, seen_at = clock_timestamp(), next_call_at = excluded.next_call_at
 """)
 
 
-def report_outage(run: Executor, instance: UUID, group_id: int, topic_id: int, error: str) -> None:
-    """Record that a subscription of this instance pauses, or that a call after a pause has failed again."""
-    run.execute(_REPORT_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id, "error": error})
+def report_outage(
+    run: Executor,
+    instance: UUID,
+    group_id: int,
+    topic_id: int,
+    error: str,
+    *,
+    seconds_ago: float = 0.0,
+    pause_seconds: float = 0.0,
+) -> None:
+    """Record that a subscription of this instance pauses, or that a call after a pause has failed again.
+
+    `seconds_ago`: the time since the first failure. `pause_seconds`: the time until the next call.
+    """
+    place = {"instance": instance, "group_id": group_id, "topic_id": topic_id}
+    run.execute(_REPORT_OUTAGE, {**place, "error": error, "ago": seconds_ago, "pause": pause_seconds})
 
 
+# The last process whose subscription continues records the incident, so a group has one for each outage of a topic.
 _END_OUTAGE = Statement("""
-DELETE FROM {schema}.outage
-WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
+WITH ended AS (
+    DELETE FROM {schema}.outage
+    WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
+    RETURNING *
+)
+INSERT INTO {schema}.incident (kind, subject, detail)
+SELECT 'outage', consumer_group.name || ' on ' || topic.name,
+       'from ' || date_trunc('second', since) || ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error
+FROM ended JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+WHERE NOT EXISTS (
+    SELECT FROM {schema}.outage other JOIN {schema}.consumer USING (group_id, instance_id)
+    WHERE other.group_id = ended.group_id AND other.topic_id = ended.topic_id
+      AND other.instance_id <> ended.instance_id AND expires_at > clock_timestamp())
 """)
 
 
 def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int) -> None:
-    """Remove the outage of a subscription of this instance, because the subscription continues."""
+    """Remove the outage of a subscription of this instance, because the subscription continues, and record it."""
     run.execute(_END_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id})
 
 

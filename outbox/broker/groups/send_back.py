@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from outbox.utils.safe_text import LONGEST_TEXT, error_line, frames_of, storable
 
 # The code of outbox itself.
 _OUTBOX: Final = str(Path(__file__).parents[2]) + os.sep
+# The code of installed packages and of the standard library.
+_INSTALLED: Final = re.compile(rf"/(?:site|dist)-packages/|^{re.escape(str(Path(os.__file__).parent))}/")
 
 
 class FailureAction(enum.Enum):
@@ -83,13 +86,15 @@ def judge(
 def describe(error: BaseException) -> str:
     """Return the error in its stored form: its type, its text, and the line of the application that raised it.
 
-    A line of outbox itself would tell its reader nothing, so the last line of other code is named, if there is one.
+    A line of outbox, of a driver or of the standard library would tell its reader nothing, so the last line of other
+    code is named. If there is none, it is the last line that is not outbox's.
     """
     lines = [error_line(error)]
     # "<string>" is the generated code of a dataclass.
     places = [one for one in frames_of(error) if not one.filename.startswith((_OUTBOX, "<"))]
-    if places:
-        lines.append(f"  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")
+    own = [one for one in places if not _INSTALLED.search(one.filename)] or places
+    if own:
+        lines.append(f"  raised in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}")
     return storable("\n".join(lines))[:LONGEST_TEXT]
 
 

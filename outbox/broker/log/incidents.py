@@ -40,6 +40,8 @@ class IncidentKind(enum.StrEnum):
     """A part of a running process fails; `at` is the time of the last failure."""
     PROCESS_FAILED = "process_failed"
     """A part of a process failed, and works again."""
+    OUTAGE = "outage"
+    """The outage of a subscription has ended; `subject` is the group with the topic."""
     SETTLED = "settled"
     """An operator has settled the incident, so no condition names it. `detail` begins with the former kind."""
 

@@ -42,7 +42,7 @@ from outbox.broker.operations.conditions import (
 from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.progress import list_blocked
 from outbox.broker.operations.state import BrokerState
-from outbox.broker.operations.summary import growth, lags_of
+from outbox.broker.operations.summary import GroupProgress, growth, lags_of
 from outbox.broker.transaction import turns
 from outbox.utils.refused_connections import says_refused
 
@@ -78,17 +78,26 @@ SCHEMA_VERSION: Final = CONDITIONS.add(
 
 _OUTAGES: Final = Statement("""
 SELECT consumer_group.name AS group, topic.name AS topic, count(*) AS consumers,
-       max(extract(epoch FROM clock_timestamp() - since))::double precision AS since_seconds,
+       date_trunc('second', min(since))::text AS since,
+       max(extract(epoch FROM clock_timestamp() - since))::double precision AS lasts_seconds,
+       CASE WHEN bool_or(paused) THEN 'after the group is resumed'
+            ELSE date_trunc('second', greatest(min(next_call_at), clock_timestamp()))::text END AS next_call,
        (array_agg(error ORDER BY seen_at DESC))[1] AS error
 FROM {schema}.outage JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
 WHERE EXISTS (SELECT FROM {schema}.consumer
               WHERE consumer.instance_id = outage.instance_id AND expires_at > clock_timestamp())
-GROUP BY 1, 2 ORDER BY 4 DESC
+GROUP BY 1, 2 ORDER BY min(since)
 """)
 
 
-def _outages(run: Executor) -> list[dict[str, Any]]:
+def outages(run: Executor) -> list[dict[str, Any]]:
+    """Return a fact for each group and topic whose subscription pauses because of an outage, the longest first."""
     return run.objects(dict, _OUTAGES)
+
+
+def is_held_up(one: GroupProgress, outage: Fact) -> bool:
+    """Whether these messages of a group wait for the end of an outage, in the queues of the topic or as retries."""
+    return one.group == outage["group"] and (one.is_retry or one.topic == outage["topic"])
 
 
 @CONDITIONS.declare(
@@ -108,7 +117,7 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
     for part in state.once(failing):
         if says_refused(part.error):
             yield Severity.CRITICAL, {"refused": part.process, **fact_of(part, "part", "since", "error")}
-    for outage in state.once(_outages):
+    for outage in state.once(outages):
         if says_refused(outage["error"]):
             named = {name: value for name, value in outage.items() if name != "group"}
             yield Severity.CRITICAL, {"refused": f"handlers of {outage['group']}", **named}
@@ -734,12 +743,19 @@ def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
-        age = state.summary.seconds_since(one.oldest_at)
-        severity = worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag))
+        if not paused and any(is_held_up(one, outage) for outage in state.once(outages)):
+            # The condition `outage` has these messages, because more consumers would not help.
+            continue
+        severity, age = _lag_of(state, one)
         fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
         fact = {**fact, **waiting.get((one.group, one.topic), {})}
         found.append((Severity.WARNING if paused else severity, fact))
     return sorted(found, key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))
+
+
+def _lag_of(state: BrokerState, one: GroupProgress) -> tuple[Severity | None, float | None]:
+    age = state.summary.seconds_since(one.oldest_at)
+    return worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag)), age
 
 
 def worse(*severities: Severity | None) -> Severity | None:
@@ -773,7 +789,12 @@ def lag(state: BrokerState) -> Iterable[Judged]:
     "run `outbox_group resume GROUP`.",
     concern=Concern.ON_PURPOSE,
     symptom=Symptom.STOPPED,
-    shown=Shown(listed=Place("groups", "Paused groups", {"state": "=paused"}), remedies=(RESUME,), figure="Lag"),
+    shown=Shown(
+        listed=Place("groups", "Paused groups", {"state": "=paused"}),
+        settled=Place("audit", "Who paused it, and why", {"action": "=pause"}),
+        remedies=(RESUME,),
+        figure="Lag",
+    ),
 )
 def group_paused(state: BrokerState) -> Iterable[Judged]:
     return _lagging(state, paused=True)
@@ -971,15 +992,25 @@ def hung_handlers(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A subscription pauses, because its handlers fail one after another with the same error. Probably a "
-    "service that the handlers need is down.",
-    next_step="Restore the service that the error names. The group then resumes by itself.",
-    concern=Concern.PASSING,
+    meaning="A subscription pauses, because its handlers fail one after another with the same error. A service is "
+    "down, a session holds a lock, or a table does not fit the code.",
+    next_step="Restore the service that the error names. If a table or column is missing, compare models, migrations "
+    "and table; after a lock timeout, end the session of the evidence "
+    "(docs/operations/messages.md#database-errors-of-handlers). The next call that succeeds ends the outage.",
+    concern=Concern.WAITING,
     symptom=Symptom.STOPPED,
+    thresholds=(LAG_SECONDS, LAG_MESSAGES),
     shown=Shown(listed=Place("groups", "Groups"), remedies=(PAUSE,), figure="Lag"),
 )
 def outage(state: BrokerState) -> Iterable[Judged]:
-    return [(Severity.WARNING, fact) for fact in state.once(_outages) if not says_refused(fact["error"])]
+    found: list[Judged] = []
+    for fact in state.once(outages):
+        if not says_refused(fact["error"]):
+            waiting = [one for one in state.summary.groups if one.lag and is_held_up(one, fact)]
+            judged = [_lag_of(state, one)[0] for one in waiting if not one.paused]
+            named = {"group": fact["group"], "topic": fact["topic"], "messages": sum(one.lag for one in waiting)}
+            found.append((worse(Severity.WARNING, *judged), {**named, **fact}))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

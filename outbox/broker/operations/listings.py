@@ -43,6 +43,7 @@ SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock
        coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
        coalesce(known.draining, false) AS draining,
+       EXISTS (SELECT FROM {schema}.outage WHERE outage.instance_id = listed.instance_id) AS is_outage,
        """
     + is_silent("listed")
     + """ AS is_silent,
@@ -69,7 +70,7 @@ class ConsumerProcess:
     of them, the longest first. Until its first report, `version` is '' and `seen_at` is None.
 
     `draining`: the process had begun to end at `seen_at`. `is_silent`: its last sign of life is older than one and a
-    half of its intervals.
+    half of its intervals. `is_outage`: one of its subscriptions pauses, because its handlers fail.
     """
 
     instance_id: UUID
@@ -87,6 +88,7 @@ class ConsumerProcess:
     leads: bool
     draining: bool = False
     is_silent: bool = False
+    is_outage: bool = False
 
     @property
     def state(self) -> str:

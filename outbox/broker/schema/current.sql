@@ -544,7 +544,8 @@ CREATE TABLE vanished_trial (
     FOREIGN KEY (group_id, log_id) REFERENCES quarantined_message ON DELETE CASCADE
 );
 
--- Subscriptions that pause in one instance, because a service that their handlers need is down.
+-- Subscriptions that pause in one instance, because their handlers fail one after another with the same error. `since`
+-- is the time of the first failure.
 CREATE TABLE outage (
     instance_id uuid        NOT NULL,
     group_id    integer     NOT NULL,
@@ -553,6 +554,8 @@ CREATE TABLE outage (
     since       timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- The time of the last call that failed.
     seen_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The end of the pause: a call then tests whether the outage is over.
+    next_call_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (instance_id, group_id, topic_id)
 );
 

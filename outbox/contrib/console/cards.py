@@ -167,6 +167,9 @@ def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
         return _link(Place("group", "", OF_GROUP, settled.section if settled else ""), fact)[0]
     if name in ("group", "topic"):
         value = retried_topic(value)
+        if value.startswith("%RETRY%"):
+            # A retry topic has no page of its own; its queues are on the page of its group.
+            return _link(Place("group", "", OF_GROUP, "queues"), fact)[0]
         return f"{reverse(f'outbox:{name}')}?{urlencode({'name': value})}"
     if name == "producer_group":
         return f"{reverse('outbox:undecided')}?{urlencode({'group': value})}"

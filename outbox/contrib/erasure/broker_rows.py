@@ -158,7 +158,9 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL 
     _text("quarantined_message", "evidence", _MESSAGE),
     _text("check_history", "detail", _TRANSACTION),
     _text("pending_check", "last_answer", _TRANSACTION),
-    _text("incident", "detail", "subject = ANY(%(ids)s::text[])"),
+    _text("incident", "detail", """subject = ANY(%(ids)s::text[]) OR kind = 'outage' AND EXISTS (
+    SELECT FROM {schema}.topic
+    WHERE topic_id = %(topic_id)s AND right(subject, length(name) + 4) = ' on ' || name)"""),
     _error("outage", "error", _TOPIC),
     _error("queue_lease", "stopped", """queue_id IN (
     SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)

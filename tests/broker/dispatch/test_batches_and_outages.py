@@ -174,12 +174,14 @@ def test_a_constraint_that_fails_is_no_outage(orders: ConsumptionBench) -> None:
 
 def test_what_is_in_a_row() -> None:
     outage = Outage(subscribe(retry=RetryPolicy()))
-    assert outage.failed("ab", "E: away", 0.0) is None
+    assert outage.failed("w", "E: other", -2.0) is None
+    assert outage.failed("ab", "E: away", -1.0) is None
     assert outage.failed("cd", "E: away", 0.0) is None
     # The same messages again, halved or retried, say nothing new.
     assert outage.failed("a", "E: away", 0.0) is None
     assert outage.failed("a", "E: away", 0.0) is None
     assert outage.failed("b", "E: away", 0.0) == 1.0
+    assert outage.since == -1.0, "the first failure with this error"
     assert not outage.admits(0.9, running=False) and not outage.admits(1.0, running=True)
     # One that ran already does not make the pause longer; one after it does.
     assert outage.failed("x", "E: away", 0.5) == 1.0
@@ -194,7 +196,8 @@ def test_what_is_in_a_row() -> None:
 def test_a_pause_before_any_handler_is_at_most_ten_seconds() -> None:
     """A server that is back is noticed by an attempt to connect, which costs nothing."""
     outage = Outage(subscribe(retry=RetryPolicy()))
-    ends = [outage.not_started("E: away", now) - now for now in range(0, 7000, 1000)]
+    ends = [outage.not_started("E: away", now) - now for now in range(1000, 8000, 1000)]
+    assert outage.since == 1000
     assert ends == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
 
 

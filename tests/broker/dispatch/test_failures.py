@@ -101,6 +101,15 @@ def test_an_error_names_the_line_of_the_application_and_none_of_outbox() -> None
     assert describe(found.value) == f"ConfigurationError: {found.value}"
 
 
+def test_an_error_names_the_line_of_the_handler_and_none_of_a_library() -> None:
+    """A database error is raised in the driver. The control is a library that is called without a handler."""
+    with pytest.raises(TypeError) as found:
+        psycopg.sql.SQL(1)  # type: ignore[arg-type]
+    assert "raised in test_an_error_names_the_line_of_the_handler" in describe(found.value)
+    found.value.__traceback__ = found.tb.tb_next
+    assert "raised in __init__" in describe(found.value)
+
+
 def test_sixteen_attempts_by_default() -> None:
     policy = Subscription(group="g", topic="orders").retry
     assert not policy.exhausted(15) and policy.exhausted(16)

@@ -94,7 +94,9 @@ def test_values_are_shown_for_people() -> None:
     assert readable({"decision": "R"}) == "decision ROLLBACK" and readable("R") == "R"
     with timezone.override("Europe/Berlin"):
         assert readable("since 2026-11-27T12:00:00.123456+00:00: no") == "since 2026-11-27 13:00:00: no"
-    assert readable("no; raised in admit, /srv/app/lib/end-points.py:132") == "no; raised in admit, end-points.py:132"
+    assert readable("no; raised in admit, /srv/app/lib/end-points.py:132") == (
+        "no; raised in admit, lib/end-points.py:132"
+    )
     assert readable("%RETRY%mail/orders") == "retries of orders" and readable("%RETRY%mail") == "retries of mail"
     assert (readable(None), readable(""), readable(True), readable(0.98765)) == ("–", "–", "yes", "0.988")
 

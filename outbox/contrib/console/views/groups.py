@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.broker_conditions import waits
+from outbox.broker.operations.broker_conditions import outages, waits
 from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_processes
 from outbox.broker.operations.progress import list_queues
@@ -51,8 +51,14 @@ def _rows(run: Executor, counted: Summary, groups: Sequence[Row]) -> list[Row]:
     for (group, _), fact in waits(run).items():
         waiting.setdefault(group, set()).add(str(fact["waiting_for"]))
     marks = _marks(BrokerState(run, counted))
+    paused = {one["group"] for one in outages(run)}
     return [
-        Row(**vars(one), marks=marks.get(one.name, []), waits_for=", ".join(sorted(waiting.get(one.name, ()))))
+        Row(
+            **vars(one),
+            marks=marks.get(one.name, []),
+            waits_for=", ".join(sorted(waiting.get(one.name, ()))),
+            is_outage=one.name in paused,
+        )
         for one in groups
     ]
 
@@ -77,6 +83,8 @@ def _state(row: Row) -> list[object]:
     said: list[object] = []
     if row.paused:
         said.append(badge("paused", "warn"))
+    if row.is_outage:
+        said.append(badge("outage", "bad"))
     said += row.marks
     if row.waits_for:
         said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
@@ -102,7 +110,7 @@ def _linked(page: str, name: str, **query: str) -> Callable[[Row], object]:
 _STATES: Final[States] = {
     "": ("All", lambda row: True),
     "behind": ("Behind", lambda row: row.lag > 0),
-    "failing": ("Failing", lambda row: row.blocked > 0 or row.retrying > 0),
+    "failing": ("Failing", lambda row: row.blocked > 0 or row.retrying > 0 or row.is_outage),
     "stopped": ("Stopped", lambda row: row.stopped > 0),
     "paused": ("Paused", lambda row: row.paused),
     "limited": ("Limited", lambda row: bool(row.waits_for)),
@@ -152,6 +160,7 @@ def group(request: HttpRequest) -> HttpResponse:
         now = group_now(run, name)
         consumers = list_processes(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
+        outage = next((one for one in outages(run) if one["group"] == name and one["topic"] == topic), None)
         # Those that only act come after those that also tell something.
         sections = sorted(_sections(run, name, topic), key=lambda one: not one["told"]) if topic else []
         rest = next((one for one in counted.rests if one.group == name), None)
@@ -177,6 +186,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "consumers": consumers[:_CONSUMERS],
         "more_consumers": len(consumers) > _CONSUMERS,
         "queues": queues,
+        "outage": outage,
         "topic": topic,
         "sections": sections,
     }

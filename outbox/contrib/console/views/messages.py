@@ -16,6 +16,8 @@ from django.shortcuts import redirect
 from outbox import hooks
 from outbox.broker.database.executor import Row, time_of
 from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.broker_conditions import outages
+from outbox.broker.operations.conditions import Fact
 from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, trace
@@ -101,6 +103,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             drawn = picture(run, found, shown_one)
             if may(request, BODIES):
                 content = content_of(run, UUID(shown_one.message_id))
+        paused = {(one["group"], one["topic"]): one for one in outages(run)}
     if found is None:
         return problem(
             request,
@@ -109,7 +112,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             "removed the message after every group had consumed it.",
             status=404,
         )
-    return render(request, "message", _context(found, shown_one) | {
+    return render(request, "message", _context(found, shown_one, paused) | {
         "may_run": opened.may_run if opened else "",
         "is_answered": is_answered,
         "picture": drawn,
@@ -117,7 +120,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     })  # fmt: skip
 
 
-def _context(found: Trace, one: Row) -> dict[str, object]:
+def _context(found: Trace, one: Row, paused: Outages) -> dict[str, object]:
     state, tone = state_of(found, one)
     subjects = [f"transaction {one.transaction_id}", f"messages {one.message_id}"]
     with application():
@@ -136,7 +139,7 @@ def _context(found: Trace, one: Row) -> dict[str, object]:
         "is_overdue": found.pending is not None and time_of(found.pending.due_at) < datetime.now(UTC),
         "deliver_at": one.deliver_at and time_of(one.deliver_at),
         "events": events(found, one),
-        "parts": parts(found, one),
+        "parts": parts(found, one, paused),
         "dead_groups": sorted(dead),
         "passed_groups": sorted(
             {entry.group for entry in found.entries
@@ -311,16 +314,22 @@ def _consumed(trace: Trace, message: Row) -> Iterator[tuple[datetime, Event]]:
             yield timed_out_at, Event(timed_out_at, f"Timed out in {one.group}", detail, "warn")
 
 
+# The outages of now, by group and topic.
+Outages = Mapping[tuple[str, str], Fact]
+_UNFINISHED: Final = (EntryState.WAITING, EntryState.SENT_BACK, EntryState.LEFT)
+
+
 def _newest_entries(trace: Trace, message: Row) -> dict[str, Row]:
     """For each group, the newest queue entry of the message."""
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
-def parts(trace: Trace, message: Row) -> list[dict[str, object]]:
+def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]]:
     """The message's state in every group for which the message has a queue entry, sorted by group name.
 
     If a group has several queue entries of the message, the newest entry gives the state. `due_at`: the time of the
-    next attempt. `failures`: the failed attempts, of which those in a row with the same error are together.
+    next attempt. `failures`: the failed attempts, of which those in a row with the same error are together. `outage`:
+    the outage for whose end the message waits.
     """
     newest = _newest_entries(trace, message)
     queued = {entry.group: entry.queued_at for entry in reversed(trace.entries) if entry.log_id == message.log_id}
@@ -345,6 +354,7 @@ def parts(trace: Trace, message: Row) -> list[dict[str, object]]:
                 "attempts": attempts,
                 "due_at": due.get(group),
                 "failures": failures,
+                "outage": paused.get((group, message.topic)) if entry.state in _UNFINISHED else None,
             }
         )
     return found

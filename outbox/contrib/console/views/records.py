@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
 
 from outbox.broker.log import incidents as noted
 from outbox.contrib.console.access import seeing
@@ -22,7 +23,7 @@ INCIDENTS: Final = Listing(
         Column("When", "at"),
         Column("Kind", lambda one: words(one.kind)),
         Column("About", lambda one: message_link(found) if (found := as_uuid(one.subject)) else one.subject),
-        Column("What", lambda one: told(readable(one.detail)), "lines"),
+        Column("What", lambda one: format_html("{}", told(readable(one.detail))), "lines"),
     ),
     lambda run, asked: noted.recent(run, asked["kind"], before=asked["after"], limit=asked.limit),
     fields=(Field("kind", "only incidents of this kind", choices=tuple(noted.IncidentKind)),),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations import summary
 from outbox.broker.operations.dead_letters import PagePosition
 from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import Field, FieldKind
@@ -51,6 +53,13 @@ def _read(run: Executor, asked: Asked) -> list[Row]:
     return run.objects(Row, _DUE, {**asked.only("group", "topic", "delayed"), **place})
 
 
+def _queued(run: Executor, asked: Asked, rows: Sequence[object]) -> Mapping[str, object]:
+    """The retries that are due, by group: the counts of retries include them, and this list does not."""
+    counted = summary.stored(run) if not asked["delayed"] else None
+    retries = [one for one in counted.groups if one.is_retry and one.lag] if counted else []
+    return {"queued": [one for one in retries if asked["group"] in (None, one.group)]}
+
+
 def _waits_for(one: Row) -> object:
     if one.group is None:
         return "its delivery time"
@@ -82,6 +91,8 @@ WAITING: Final = Listing(
     tab=lambda given: "delayed" if given["delayed"] else "retrying" if given["retrying"] else "waiting",
     tab_group="group",
     caption="Waiting messages, the next due first",
-    empty="No messages are waiting.",
+    empty="No messages are waiting for their time.",
+    notes=_queued,
+    template="waiting",
     choice=Choice("ids", lambda one: one.message_id),
 )

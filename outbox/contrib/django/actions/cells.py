@@ -26,8 +26,8 @@ from outbox.utils.safe_text import inert as harmless
 
 # A time with a zone, as PostgreSQL and Python write it.
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d(?::?\d\d)?)")
-# The folders of a file of code, before its name and line.
-_FOLDERS: Final = re.compile(r"(?<![\w/])(?:/[\w.@+-]+)+/(?=[\w-]+\.py:\d+)")
+# The folders of a file of code, before its last folder, name and line: the files of several apps have equal names.
+_FOLDERS: Final = re.compile(r"(?<![\w/])(?:/[\w.@+-]+)*/(?=[\w.@+-]+/[\w-]+\.py:\d+)")
 _RETRY: Final = re.compile(r"%RETRY%([^\s,;:/]+)(?:/([^\s,;:]+))?")
 # The HTML of a time.
 _EXACT: Final = re.compile(r'<time datetime="([^"]+)"[^>]*>[^<]*</time>')

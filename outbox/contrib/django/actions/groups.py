@@ -7,8 +7,9 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations import changes
+from outbox.broker.operations.broker_conditions import outages
 from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
 from outbox.broker.operations.listings import group_now
@@ -269,9 +270,13 @@ def _delete(values: Values) -> ActionPlan:
 # -- the list -------------------------------------------------------------------------------------------
 
 
-def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
+def _read_queues(run: Executor, asked: Asked) -> list[Row]:
     group_now(run, asked["group"])
-    return list_queues(run, asked["group"])
+    paused = {one["topic"]: f"outage: {one['error']}" for one in outages(run) if one["group"] == asked["group"]}
+    return [
+        Row(**asdict(one), outage=paused.get(one.topic) if one.lag else None)
+        for one in list_queues(run, asked["group"])
+    ]
 
 
 QUEUES: Final = Listing(
@@ -284,7 +289,7 @@ QUEUES: Final = Listing(
         *(Column(one.replace("_", " "), one) for one in ("lag", "handled", "skipped", "filtered", "sent_back", "dead")),
         Column("expired", "expired"),
         Column("owner", "owner"),
-        Column("stopped or blocked by", lambda one: error(one.stopped or one.blocked_error)),
+        Column("stopped or blocked by", lambda one: error(one.stopped or one.blocked_error or one.outage)),
     ),
     _read_queues,
     command="outbox_group offsets",

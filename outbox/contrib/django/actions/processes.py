@@ -36,6 +36,8 @@ def _state(one: ConsumerProcess) -> list[object]:
     found: list[object] = [
         badge(f"{one.state}, but silent" if silent else one.state, "warn" if silent else _TONES.get(one.state, "bad"))
     ]
+    if one.is_alive and one.is_outage:
+        found.append(badge("outage", "bad"))
     return [*found, badge("leads")] if one.leads else found
 
 

@@ -27,6 +27,7 @@ from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, opened, require_database
 from outbox.contrib.django.operations import known_conditions
+from outbox.contrib.django.operations.lock_holders import naming_lock_holders
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.settings.definition import unknown as unknown_name
 from outbox.errors import BrokerError, ConfigurationError, OutboxError
@@ -48,7 +49,8 @@ def survey_project(run: Executor) -> Survey:
     if found.state is None:
         return found
     with lock_limited(run.connection):
-        return replace(found, verdict=worst_first([*found.verdict.conditions, *_of_application(found.state)]))
+        conditions = [*found.verdict.conditions, *_of_application(found.state)]
+    return replace(found, verdict=worst_first(naming_lock_holders(conditions)))
 
 
 def refuse_unknown_thresholds(thresholds: Thresholds) -> None:

@@ -1,0 +1,173 @@
+"""What the pages say while handlers fail: the error, who holds the lock, what waits, and when the next call comes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from io import StringIO
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from django.test import Client
+from django.utils.html import escape
+
+from outbox.broker.groups import members
+from outbox.broker.groups.registration import ensure_retry_queue
+from outbox.broker.operations import broker_conditions, summary
+from outbox.broker.operations.conditions import Condition, Severity
+from outbox.contrib.console import cards
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.operations import lock_holders
+from outbox.contrib.django.operations.watching import look
+from tests.django.broker_world import World
+from tests.django.operators import working
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
+
+_LOCK = (
+    "OperationalError: canceling statement due to lock timeout\nCONTEXT: of a table\n"
+    "  raised in ship, /srv/logistics/ship.py:9"
+)
+
+
+def page(client: Client, path: str = "") -> str:
+    answer = client.get(f"/outbox/{path}")
+    assert answer.status_code == 200, answer.content
+    return answer.content.decode()
+
+
+def text_of(html: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", html).split())
+
+
+def failing(world: World, error: str = _LOCK, *, group: str = "mail") -> tuple[UUID, int, int]:
+    """A live process of a group whose handlers have failed for ten minutes; the next call comes in a minute."""
+    world.subscribe(group)
+    instance = working(world, group, uuid4())
+    [(group_id, topic_id)] = world.sql(
+        "SELECT group_id, topic_id FROM outbox.consumer_group, outbox.topic"
+        " WHERE consumer_group.name = %s AND topic.name = 'orders'",
+        group,
+    )
+    place = instance, group_id, topic_id
+    members.report_outage(world.run, *place, error, seconds_ago=600, pause_seconds=60)
+    return place
+
+
+def outage_of(group: str = "mail") -> Condition:
+    return next(one for one in look().verdict.conditions if one.name == "outage")
+
+
+def test_an_outage_has_the_lag_of_its_group_and_rises_with_it(world: World, operator: Client) -> None:
+    """More consumers would not help, and the consequence would stand above its cause."""
+    failing(world)
+    assert outage_of().severity is Severity.WARNING, "nothing waits yet"
+    world.publish(2)
+    world.subscribe("stock")
+    world.age(7200)
+    summary.refresh(world.run)
+    found = {one.name: one for one in look().verdict.conditions}
+    assert [fact["group"] for fact in found["lag"].evidence] == ["stock"]
+    [fact] = found["outage"].evidence
+    assert (found["outage"].severity, fact["messages"]) == (Severity.CRITICAL, 2)
+    order = re.findall(r'<section class="condition[^>]* data-key="(\w+)"', page(operator))
+    assert order.index("outage") < order.index("lag")
+
+
+def test_a_card_gives_the_first_failure_the_next_call_and_all_lines_of_the_error(
+    world: World, operator: Client
+) -> None:
+    failing(world)
+    html = page(operator)
+    assert '<span class="clue whole-error">' in html
+    assert re.search(r"since (\S+) (\d\d:\d\d:\d\d) lasts 10 min next call \1 \d\d:\d\d:\d\d error", text_of(html))
+    assert f'<span class="value">{escape(_LOCK.replace("/srv/", ""))}</span>' in html
+    assert "resumes by itself" not in html
+    world.sql("UPDATE outbox.consumer_group SET paused = true")
+    assert "next call after the group is resumed" in text_of(page(operator))
+
+
+def test_groups_workers_queues_and_messages_name_the_outage(world: World, operator: Client) -> None:
+    place = failing(world)
+    world.publish()
+    [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
+    shown = {
+        path: text_of(page(operator, path))
+        for path in ("groups/", "groups/one/?name=mail&topic=orders", "workers/", f"messages/{message_id}/")
+    }
+    for path, text in shown.items():
+        assert "outage" in text, path
+    assert "canceling statement" in shown["groups/one/?name=mail&topic=orders"].partition("Held up by")[2]
+    assert "CONTEXT: of a table" in shown[f"messages/{message_id}/"]
+    call_command("outbox_group", "offsets", "mail", stdout=(out := StringIO()))
+    assert "outage: OperationalError" in out.getvalue()
+    members.end_outage(world.run, *place)
+    for path in shown:
+        assert "outage" not in text_of(page(operator, path)), path
+
+
+def test_the_end_of_an_outage_is_an_incident_of_its_last_process(world: World, operator: Client) -> None:
+    first, second = failing(world), failing(world)
+    members.end_outage(world.run, *first)
+    assert "mail on orders" not in page(operator, "incidents/")
+    members.end_outage(world.run, *second)
+    members.end_outage(world.run, *second)
+    text = text_of(page(operator, "incidents/?kind=outage"))
+    assert re.search(r"outage mail on orders from \S+ \S+ to \S+ \S+ OperationalError: canceling", text)
+    assert text.count("mail on orders") == 1
+
+
+def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(
+    world: World, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(world)
+    failing(world, "ConnectionError: away", group="stock")
+    assert not any("lock_holder" in fact for fact in outage_of().evidence)
+    monkeypatch.setattr(lock_holders, "_SECONDS", 0)
+    with closing(psycopg.connect(alias_conninfo("default"), application_name="nightly-export")) as holder:
+        holder.execute("LOCK TABLE auth_group IN SHARE MODE")
+        facts = {fact["group"]: fact for fact in outage_of().evidence}
+        assert "lock_holder" not in facts["stock"]
+        assert facts["mail"]["lock_holder"] == f"session {holder.info.backend_pid} of nightly-export"
+        assert facts["mail"]["locks"] == "auth_group (Share)"
+        assert facts["mail"]["state"] == "idle in transaction"
+        assert f"to end it SELECT pg_terminate_backend({holder.info.backend_pid})" in text_of(page(operator))
+        world.run.connection.execute(str(facts["mail"]["to_end_it"]).encode())
+        eventually(lambda: not any("lock_holder" in fact for fact in outage_of().evidence))
+
+
+def test_retries_that_are_due_are_found_from_their_count(world: World, operator: Client) -> None:
+    """A retry topic has no page, and the list of waiting messages does not have what is in a queue."""
+    world.subscribe("mail")
+    world.publish(1)
+    [(group_id, topic_id)] = world.sql("SELECT group_id, topic_id FROM outbox.subscription")
+    ensure_retry_queue(world.run, group_id, topic_id)
+    world.sql(
+        "INSERT INTO outbox.consume_queue (queue_id, queue_offset, log_id, attempt)"
+        " SELECT queue_id, 0, log_id, 1 FROM outbox.queue JOIN outbox.topic USING (topic_id), outbox.commit_log"
+        " WHERE retry_of IS NOT NULL"
+    )
+    summary.refresh(world.run)
+    html = page(operator, "waiting/?retrying=yes")
+    assert "1 of mail" in text_of(html)
+    [address] = re.findall(r'href="/outbox/(groups/one/[^"]+)">1 of mail', html)
+    assert "retries of orders" in page(operator, address.replace("&amp;", "&"))
+    fact = {"group": "mail", "topic": "%RETRY%mail"}
+    lag = broker_conditions.CONDITIONS["lag"].condition(Severity.WARNING, [fact], 1)
+    [card] = cards.cards([lag])
+    for item in card.evidence[0].items:
+        assert "retries of orders" in page(operator, item.url.removeprefix("/outbox/")), item
+
+
+def test_the_card_of_a_paused_group_leads_to_who_paused_it(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    world.publish(1)
+    world.sql("UPDATE outbox.consumer_group SET paused = true")
+    OperatorAction.objects.create(action="pause", who="ada", why="the warehouse moves", subject="group mail")
+    summary.refresh(world.run)
+    [address] = re.findall(r'href="/outbox/(audit/[^"]*)">Who paused it', page(operator))
+    assert "the warehouse moves" in page(operator, address)
