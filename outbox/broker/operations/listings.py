@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -16,11 +15,6 @@ from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.liveness import is_silent
 from outbox.transaction import STILL_RUNNING
-
-_BOUND: Final = Statement("""
-SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock_timeout', '1s', true),
-       set_config('transaction_read_only', 'on', true)
-""")
 
 # A process that has died without leaving its groups is listed for an hour after the end of its membership.
 _PROCESSES: Final = Statement(
@@ -101,18 +95,6 @@ class ConsumerProcess:
     def running(self) -> list[CallReport]:
         """The longest of the running calls. The seconds of a call are those at `seen_at`."""
         return [CallReport(**call) for call in self.longest]
-
-
-@contextmanager
-def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
-    """Open a read-only transaction that limits each statement to `seconds`, and each wait for a lock to one second.
-
-    If a statement takes longer, it raises psycopg's QueryCanceled. The limits apply to this transaction only, so they
-    do not apply to the next transaction that a pooler sends through the same session.
-    """
-    with run.connection.transaction():
-        run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
-        yield
 
 
 def group_now(run: Executor, group: str) -> Row:

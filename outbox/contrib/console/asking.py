@@ -12,7 +12,7 @@ from django.http import QueryDict
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.listings import bounded
+from outbox.broker.database.statement import Statement
 from outbox.contrib.django.actions.declaration import Field, FieldKind, Values, parsed
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
@@ -24,6 +24,12 @@ from outbox.errors import UsageError
 # plan again and commits its changes.
 ACTION_SECONDS: Final = 20.0
 
+# Limits each statement to the rest of the deadline, and each wait for a lock to one second.
+_BOUND: Final = Statement("""
+SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock_timeout', '1s', true),
+       set_config('transaction_read_only', 'on', true)
+""")
+
 
 @contextmanager
 def reading() -> Iterator[Executor]:
@@ -34,7 +40,10 @@ def reading() -> Iterator[Executor]:
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        with bounded(run, seconds=deadline.seconds_left() or SECONDS):
+        seconds = deadline.seconds_left() or SECONDS
+        # The limits apply to this transaction only, so a pooler does not give them to the next client of the session.
+        with connection.transaction():
+            run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
             yield run
 
 
