@@ -320,7 +320,7 @@ MENDS: Final = (
 
 def send_at_once(patch: pytest.MonkeyPatch) -> None:
     """publish() does not join the transaction."""
-    patch.setattr(publishing, "current_transaction", lambda using: None)
+    patch.setattr(publishing, "connection_to_join", lambda using: None)
     patch.setattr(publishing, "refuse_without_transaction", lambda *given: None)
 
 

@@ -154,8 +154,6 @@ class BlockWatch:
         self._is_lost = False
         self.bound_to = ""
         self.halves = BlockHalves()
-        # Nothing fills it now; subscribers/inbox.py still looks.
-        self.unsent: set[object] = set()
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 

@@ -9,8 +9,8 @@ from uuid import uuid5
 
 from outbox.broker.celery.tasks import RecordedTask, hand_over, record
 from outbox.contrib.django.publishing.publish import (
-    current_transaction,
-    failing_takes_the_block_along,
+    connection_to_join,
+    errors_roll_back_the_block,
     publish,
 )
 from outbox.contrib.django.settings.conf import get_settings, imported, tasks_topic
@@ -54,7 +54,7 @@ class TransactionalTask(RecordedTask):
 
     def _record_now(self, name: str) -> bool:
         try:
-            return current_transaction(self.using) is not None
+            return connection_to_join(self.using) is not None
         except TransactionUsageError as error:
             raise TransactionUsageError(
                 f"the call of the task {name} is stored with the open transaction, but its alias is not clear. Name "
@@ -62,7 +62,7 @@ class TransactionalTask(RecordedTask):
             ) from error
 
     def _recording(self) -> AbstractContextManager[None]:
-        return failing_takes_the_block_along(self.using)
+        return errors_roll_back_the_block(self.using)
 
     def _store(self, name: str, recorded: Mapping[str, Any]) -> None:
         settings = get_settings()

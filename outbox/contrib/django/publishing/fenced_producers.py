@@ -17,7 +17,7 @@ from typing import Final
 from outbox import names
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
-from outbox.contrib.django.publishing.publish import failing_takes_the_block_along, messages_of, publish_all
+from outbox.contrib.django.publishing.publish import errors_roll_back_the_block, messages_of, publish_all
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import LeftoversUndecided
 from outbox.message import Message, SendReceipt
@@ -40,7 +40,7 @@ class FencedProducer:
         self, messages: Sequence[Message], *, using: str | None = None, at_once: bool = False
     ) -> list[SendReceipt]:
         """Like `publish_messages` of outbox.contrib.django. Raises ProducerFenced if a newer instance exists."""
-        with failing_takes_the_block_along(using):
+        with errors_roll_back_the_block(using):
             given = messages_of(messages, "publish_messages")
             return publish_all(given, None, using, at_once, self.instance)
 

@@ -1,13 +1,12 @@
 """`publish` binds messages to the open local transaction. Without a transaction, it needs `at_once=True`.
 
-This file has the whole way of a publish call, in order: the message, the open transaction, the path, and what each path
-does up to its last report after COMMIT.
+This file has the whole way of a publish call: the message, the open transaction, the path, and what each path does up
+to its last report after COMMIT. The locks of FIFO keys, and what options of parts do, are at its end.
 
-Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
-end message. The broker has stored the half message before the business work continues. If the application's connection
-leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). The
-atomic path needs no half message. An engine may store some messages as rows of its own instead of half messages
-(`Engine.store_rows`).
+The atomic path: if the application's connection leads to the broker's own database, that connection writes the message
+as part of its transaction. The two-phase path has these steps inside `atomic()`: FIFO key lock, ledger row, half
+message, business work, COMMIT, end message. The broker has stored the half message before the business work continues.
+An engine may store some messages as rows of its own instead of half messages (`Engine.store_rows`).
 
 See decision 022, decision 026 and decision 076.
 """
@@ -162,7 +161,7 @@ def publish(
         )
         return published.receipts[0]
     except BaseException as error:
-        # This is `failing_takes_the_block_along`, without the time that a context manager takes.
+        # This is `errors_roll_back_the_block`, without the time that a context manager takes.
         mark_for_rollback(using, error)
         raise
 
@@ -190,7 +189,7 @@ def publish_many(
     for `publish`. If your messages differ in other fields or in their topics, build each with `message`, and pass all
     to `publish_messages`.
     """
-    with failing_takes_the_block_along(using):
+    with errors_roll_back_the_block(using):
         if not isinstance(topic, str):
             if isinstance(bodies, Option) or callable(bodies):
                 options = (bodies, *options)
@@ -231,7 +230,7 @@ def publish_messages(
 
     The messages may have different topics. Otherwise like `publish`.
     """
-    with failing_takes_the_block_along(using):
+    with errors_roll_back_the_block(using):
         return publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using, at_once)
 
 
@@ -455,7 +454,7 @@ def publish_bound(
     current = current or current_engine()
     terms = _ORDINARY
     if immunity_seconds is not None or producer is not None:
-        terms = _HalfTerms(immunity_seconds, producer)
+        terms = _PublishTerms(immunity_seconds, producer)
     if tracing.tracer is None:
         return _publish(current, messages, using, terms, at_once)
     with tracing.tracer.publishing(messages) as traced:
@@ -463,12 +462,12 @@ def publish_bound(
 
 
 def _publish(
-    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _PublishTerms, at_once: bool
 ) -> Published:
     first = messages[0]
     if effects.refused_writes.get() is not None:
         effects.refuse(f"publish to {first.topic!r}")
-    connection = current_transaction(using)
+    connection = connection_to_join(using)
     if terms.immunity_seconds is not None:
         check_immunity(first.topic, terms.immunity_seconds)
     if connection is None:
@@ -485,7 +484,7 @@ def _publish(
         server = _proven_server(connection, current)
         path: _Path = _publish_two_phase if server is None else functools.partial(_publish_atomic, server)
         if MessageWithOptions in map(type, messages):
-            published = _publish_admitted(path, connection, current, watch, messages, terms)
+            published = _publish_with_options(path, connection, current, watch, messages, terms)
         else:
             published = path(connection, current, watch, messages, terms)
     except Exception as error:
@@ -499,17 +498,17 @@ def _publish(
 
 
 @dataclass(frozen=True, slots=True)
-class _HalfTerms:
+class _PublishTerms:
     """The fields of a half transaction that the caller chooses (see HalfTransaction)."""
 
     immunity_seconds: int | None
     producer: ProducerEpoch | None
 
 
-_ORDINARY: Final = _HalfTerms(None, None)
+_ORDINARY: Final = _PublishTerms(None, None)
 
 
-_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_HalfTerms"], Published]
+_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, BlockWatch, Sequence[Message], "_PublishTerms"], Published]
 
 
 def _description(first: Message) -> str:
@@ -517,7 +516,7 @@ def _description(first: Message) -> str:
 
 
 def _publish_at_once(
-    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _PublishTerms
 ) -> Published:
     settings = current.settings
     refuse_leak_from_test(settings, using)
@@ -550,7 +549,7 @@ def _report_failure(messages: Sequence[Message], started: float, error: Exceptio
 # -- the open transaction --------------------------------------------------------------------------
 
 
-def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
+def connection_to_join(using: str | None) -> BaseDatabaseWrapper | None:
     """The connection whose transaction a publish call joins; None if no transaction is open.
 
     `using` names the alias. Without `using`, this thread may have an open transaction on at most one alias. The
@@ -598,7 +597,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
     """Return the watch of a block if the block still has the transaction that it began with.
 
     Otherwise raise TransactionUsageError, which says that `what()` was not done. The caller then rolls the block back
-    (see `failing_takes_the_block_along`). The atomic path needs this, too: after a ROLLBACK by hand, the message would
+    (see `errors_roll_back_the_block`). The atomic path needs this, too: after a ROLLBACK by hand, the message would
     commit in the next transaction, without the rows that it is about.
     """
     wrappers, raw = connection.execute_wrappers, connection.connection
@@ -655,7 +654,7 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
 
 
 @contextmanager
-def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
+def errors_roll_back_the_block(using: str | None) -> Iterator[None]:
     """Mark the atomic block of a publish call for rollback if the call fails for any reason.
 
     Otherwise a caller that catches the error would commit its row without the message.
@@ -675,7 +674,7 @@ def mark_for_rollback(using: str | None, cause: BaseException) -> None:
     reason.
     """
     with suppress(TransactionUsageError, ConfigurationError):
-        connection = current_transaction(using)
+        connection = connection_to_join(using)
         if connection is not None:
             if not connection.needs_rollback and isinstance(cause, Exception):
                 set_rollback_cause(connection, cause)
@@ -793,7 +792,7 @@ def _publish_atomic(
     current: CurrentEngine,
     watch: BlockWatch,
     messages: Sequence[Message],
-    terms: _HalfTerms,
+    terms: _PublishTerms,
 ) -> Published:
     raw: psycopg.Connection[Any] = connection.connection
     settings = current.settings
@@ -859,7 +858,7 @@ def _publish_two_phase(
     current: CurrentEngine,
     watch: BlockWatch,
     messages: Sequence[Message],
-    terms: _HalfTerms,
+    terms: _PublishTerms,
 ) -> Published:
     rows = current.engine.store_rows(connection, messages)
     if rows is None:
@@ -875,7 +874,7 @@ def _publish_halves(
     current: CurrentEngine,
     watch: BlockWatch,
     messages: Sequence[Message],
-    terms: _HalfTerms,
+    terms: _PublishTerms,
 ) -> Published:
     settings = current.settings
     group = settings.producer_group or settings.required_producer_group()
@@ -1084,13 +1083,13 @@ def end_soon(broker: Broker, half: HalfTransaction, decision: Decision) -> None:
 # -- messages with options ---------------------------------------------------------------------------
 
 
-def _publish_admitted(
+def _publish_with_options(
     path: _Path,
     connection: BaseDatabaseWrapper,
     current: CurrentEngine,
     watch: BlockWatch,
     messages: Sequence[Message],
-    terms: _HalfTerms,
+    terms: _PublishTerms,
 ) -> Published:
     """Let the options decide which messages are duplicates, publish the others, and return all receipts.
 

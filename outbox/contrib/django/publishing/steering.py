@@ -8,7 +8,7 @@ from django.utils.asyncio import async_unsafe
 
 from outbox.arguments import key_text
 from outbox.contrib.django.engine.broker import get_broker, get_engine
-from outbox.contrib.django.publishing.publish import current_transaction
+from outbox.contrib.django.publishing.publish import connection_to_join
 from outbox.errors import TransactionUsageError
 from outbox.ports import Broker
 from outbox.recall import Recall
@@ -43,7 +43,7 @@ def _decided_broker() -> Broker:
 
 
 def _refuse_in_transaction(what: str) -> None:
-    connection = current_transaction(None)
+    connection = connection_to_join(None)
     if connection is not None:
         raise TransactionUsageError(
             f"{what} takes effect at once, but the transaction open on {connection.alias!r} could still roll "

@@ -673,11 +673,6 @@ class InboxEntries:
         for other in connections.all(initialized_only=True):
             if other is not self._connection and _is_left_open(other):
                 raise TransactionUsageError(_left_open(f"{name} on {other.alias!r}"))
-        if watch_of(self._connection).unsent:
-            raise TransactionUsageError(
-                f"{name} has left a message_transaction() block open, so its messages would not be sent. Enter the "
-                "block with `with`, and do not keep a generator that is inside it."
-            )
         if in_pipeline(self._connection):
             raise TransactionUsageError(
                 f"{name} has left a psycopg pipeline open, in which COMMIT would wait. Enter the pipeline with `with`."
