@@ -290,7 +290,8 @@ class FindingClass(enum.StrEnum):
     WRONG_SUM = "WRONG_SUM"
     """The values of a message's effects do not add up to the value of the message."""
     EARLY = "EARLY"
-    """An effect is older than its row, by more than the rule's grace."""
+    """An effect is older than its row, or than the time for which its message was delayed, by more than the rule's
+    grace."""
     LATE = "LATE"
     """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
