@@ -116,8 +116,7 @@ REMEDIES: Final = {
         "is the row's time right, or was the row imported, or given an older time? Else look for the cause of the "
         "delay: see the times of the finding, and `python manage.py outbox_status`.",
         "nothing is missing: correct a wrong time, else `[[acknowledge]]` the finding. If the limit is too short, "
-        "raise late_after (for a "
-        "message) or the group's within (for an effect).",
+        "raise late_after (for a message) or the group's within (for an effect).",
     ),
     FindingClass.RECOVERED: Remedy(
         "A finding of the previous result that no longer holds.", "nothing.", "no action is needed."
