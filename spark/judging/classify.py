@@ -20,6 +20,8 @@ from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Messages, Rul
 from .evidence import exact_places, near_places
 
 ORDER = {name: number for number, name in enumerate(CLASSES)}
+# A row that is this much younger than its message has a wrong time, which may be years away.
+_AHEAD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     """For each class, the condition under which a key's message has this class, in order of precedence. A judged key
     that meets none of the conditions is OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
-    row_judged = has_row & window.looks_at(F.col("row_at"))
+    row_judged = has_row & _judges_row(rule, window)(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
     settled = F.col("settled_at") < F.lit(window.until)
     half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
@@ -114,7 +116,8 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     """For each class, the condition under which a key has this class in the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
-    has_table, is_sent = group.table is not None, _is_sent(window.looks_at)
+    judges = _judges_row(rule, window)
+    has_table, is_sent = group.table is not None, _is_sent(judges)
     # A handler may do nothing for an erased message.
     is_owed = _is_owed(rule, number) & (F.col("erased") == 0)
     expected = is_sent & is_owed & (F.col(f"timed_out_{number}") < _live())
@@ -128,21 +131,48 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
         FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
-        | (_is_recalled(window.looks_at) & F.lit(has_table) & (effects > 0)),
+        | (_is_recalled(judges) & F.lit(has_table) & (effects > 0)),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
         FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
         FindingClass.WRONG_SUM: is_compared & is_wrong & (~is_short | overdue),
         # If a row has several messages, its time may be that of its last change.
-        FindingClass.EARLY: is_sent
-        & F.lit(has_table and not rule.counts_each_message)
-        & (F.unix_micros("row_at") - F.unix_micros(effect_at) > _micros(rule.grace_seconds)),
+        FindingClass.EARLY: is_sent & F.lit(has_table and not rule.counts_each_message) & _is_early(rule, effect_at),
         # A group without an effect table is judged by the broker's deliveries, which have no times.
         FindingClass.LATE: expected & F.lit(has_table) & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
         FindingClass.PENDING: (expected & (((effects == 0) & ~overdue) | unhandled))
         | (is_compared & is_wrong & is_short & ~overdue),
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
+
+
+def _judges_row(rule: Rule, window: Window) -> Callable[[Column], Column]:
+    """The condition under which a row with a given time is judged.
+
+    A row after the window waits for a later run. It does not wait if its message was committed more than an hour before
+    the row's time: this time is wrong, and may be years away.
+    """
+
+    def judges(row_at: Column) -> Column:
+        if rule.messages is not Messages.EXACTLY_ONE or window.is_exact:
+            return window.looks_at(row_at)
+        settled = F.col("settled_at")
+        is_ahead = F.unix_micros(row_at) - F.unix_micros(settled) > _micros(_AHEAD_SECONDS)
+        is_after = (row_at >= F.lit(window.until)) & (settled < F.lit(window.until))
+        return window.looks_at(row_at) | F.coalesce(is_after & is_ahead, F.lit(False))
+
+    return judges
+
+
+def _is_early(rule: Rule, effect_at: Column) -> Column:
+    """Whether the first effect is older than the row, or than the time at which its message was due.
+
+    If a row has several messages, the first effect may belong to the first message. So it must be older than this one.
+    """
+    grace, effect = _micros(rule.grace_seconds), F.unix_micros(effect_at)
+    start = F.greatest("row_at", F.coalesce("first_due_at", "row_at"))
+    is_before_all = (_live() == 1) | (F.unix_micros("message_at") - effect > grace)
+    return (F.unix_micros(start) - effect > grace) & is_before_all
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:

@@ -214,9 +214,15 @@ def _pair(rule: Rule, place: int, start: str, ours: Column, theirs: Column, wher
 
 
 def _early(rule: Rule) -> Column:
+    is_delayed = F.coalesce(F.col("first_due_at") > F.col("row_at"), F.lit(False))
+    start = F.when(is_delayed, F.col("first_due_at")).otherwise(F.col("row_at"))
+    of_what = F.when(is_delayed, " older than the time for which its message was delayed").otherwise(
+        " older than its row"
+    )
+
     def text(number: int, group: GroupRule) -> Column:
-        before = _span(F.unix_micros("row_at") - F.unix_micros(f"effect_at_{number}"))
-        return F.concat(F.lit(f"the effect of {group.name} is "), before, F.lit(" older than its row"))
+        before = _span(F.unix_micros(start) - F.unix_micros(f"effect_at_{number}"))
+        return F.concat(F.lit(f"the effect of {group.name} is "), before, of_what)
 
     return of_group(rule, text)
 

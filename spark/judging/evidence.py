@@ -407,7 +407,11 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         _earliest("at", is_undecided).alias("undecided_at"),
         _earliest("at", is_committed).alias("message_at"),
         _earliest("settled", is_committed).alias("settled_at"),
-        F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
+        # A recalled message delays nothing, and a message without a delay may be handled at once.
+        F.max(F.when(kind == COMMITTED, F.col("due"))).alias("due_at"),
+        F.when(
+            F.count_if((kind == COMMITTED) & F.col("due").isNull()) == 0, F.min(F.when(kind == COMMITTED, F.col("due")))
+        ).alias("first_due_at"),
         F.max_by("hash", age).alias("message_hash"),
         F.max(F.when(is_committed, F.col("settled"))).alias("newest_settled_at"),
         F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),

@@ -37,8 +37,9 @@ class Remedy:
 REMEDIES: Final = {
     FindingClass.ORPHAN: Remedy(
         "A committed message, or an effect, without a business row: subscribers act on something that did not happen.",
-        "was the row deleted, does it no longer satisfy the rule's when, or was the message committed by an operator "
-        "(decided_by O)? `{trace}`",
+        "was the row deleted or merged with another row, does it no longer satisfy the rule's when, does the message "
+        "spell its key differently (zeros, spaces, case), or did an operator commit the message (decided_by O)? "
+        "`{trace}`",
         "restore the row, or undo what the groups did. A message that was sent cannot be taken back: `[[acknowledge]]` "
         "the finding.",
     ),
@@ -65,7 +66,7 @@ REMEDIES: Final = {
     FindingClass.DUPLICATE: Remedy(
         "More messages than rows, more rows than keys, or more effects than messages.",
         "does a retry publish again, outside of the transaction of its row? Does the handler write its effect in the "
-        "transaction of the inbox? `{trace}`",
+        "transaction of the inbox? Were rows merged, or was the key given to another row? `{trace}`",
         "undo the surplus effect. A second message cannot be taken back: `[[acknowledge]]` the finding.",
     ),
     FindingClass.DEAD: Remedy(
@@ -83,8 +84,10 @@ REMEDIES: Final = {
     ),
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
-        "was the row edited without the outbox after its message was sent? Both values are in the finding.",
-        "correct the row. If the row is right and subscribers need it, publish its state as a new message. With "
+        "was the row edited without the outbox after its message was sent, or does its column round the value? Both "
+        "values are in the finding.",
+        "correct the row. If the column only rounds, give the rule's field a `tolerance`. If the row is right and "
+        "subscribers need it, publish its state as a new message. With "
         '`messages = "exactly_one"`, a DUPLICATE follows: `[[acknowledge]]` it.',
     ),
     FindingClass.WRONG_EFFECT: Remedy(
@@ -101,17 +104,21 @@ REMEDIES: Final = {
         "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
     ),
     FindingClass.EARLY: Remedy(
-        "An effect is older than its business row, so the message did not cause it.",
-        "did other code write the effect, such as an import or a direct call of the handler? Do the clocks of the "
-        "servers agree? `{trace}`",
-        "undo the effect, then `python manage.py outbox_message redeliver {message_id} --group {group}`. If only the "
-        "clocks differ, raise the rule's grace.",
+        "An effect is older than its business row, or than the time for which its message was delayed. Either the "
+        "message did not cause the effect, or a time is wrong.",
+        "is the row's time right? If `row_at` is younger than the effect but `message_at` is not, the time was changed "
+        "later, or is a local time without its offset. Else: did other code write the effect, such as an import or a "
+        "direct call of the handler? Do the clocks of the servers agree? `{trace}`",
+        "correct a wrong time of the row; if only the clocks differ, raise the rule's grace. In both cases the effect "
+        "is right. Otherwise undo the effect, then "
+        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
     ),
     FindingClass.LATE: Remedy(
         "The message or the effect exists, but it is later than the limit that the rule declares.",
-        "the cause of the delay: see the times of the finding, and `python manage.py outbox_status`.",
-        "nothing is missing: `[[acknowledge]]` the finding. If the limit is too short, raise late_after (for a "
-        "message) or the group's within (for an effect).",
+        "is the row's time right, or was the row imported, or given an older time? Else look for the cause of the "
+        "delay: see the times of the finding, and `python manage.py outbox_status`.",
+        "nothing is missing: correct a wrong time, else `[[acknowledge]]` the finding. If the limit is too short, "
+        "raise late_after (for a message) or the group's within (for an effect).",
     ),
     FindingClass.RECOVERED: Remedy(
         "A finding of the previous result that no longer holds.", "nothing.", "no action is needed."

@@ -144,7 +144,7 @@ class _Checksums:
     def _messages(self) -> _Buckets:
         rule, selection = self._rule, contract.messages(self._rule)
         topic = self._topic()
-        known = ["key", "state", "content_type", "decided_at", "stored_at"]
+        known = ["key", "state", "content_type", "decided_at", "stored_at", "deliver_at"]
         # CASE parses the bodies of the rule's topic only, because the bodies of other topics may have other formats.
         parsed = sql.step(
             [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
@@ -192,8 +192,11 @@ class _Checksums:
 
     def _unusual(self) -> str:
         """A condition for messages that Spark must read, because their state or form is unusual, or because they are
-        late."""
+        late or delayed."""
         terms = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+        if self._rule.groups:
+            # The effects of a delayed message may be too early, although they are younger than its row.
+            terms += f" OR coalesce(deliver_at - at > {_interval(self._rule.grace_seconds)}, false)"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
                 terms += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 from random import Random
 from typing import Any, Final
 
-from tests.spark.world import GROUPS, Order, World
+from tests.spark.world import EFFECT_TABLES, GROUPS, Order, World
 
 Found = tuple[str, str, str]
 Plant = Callable[["Case"], list[Found]]
@@ -127,6 +128,7 @@ def _all() -> Iterator[Kind]:
     yield from _different()
     yield from _of_groups()
     yield from _harmless()
+    yield from _of_applications()
 
 
 def _own(name: str, change: Callable[[Case], object]) -> Plant:
@@ -483,7 +485,9 @@ def _harmless() -> Iterator[Kind]:
         yield Kind(name=f"harmless: {name}", plant=harmless(change), is_harmless=True, has_checksum=has_checksum)
 
 
-def _more() -> Iterator[Kind]:
+def _of_applications() -> Iterator[Kind]:
+    """What an application does wrong rather than a careless test: exchanged keys, moved times, amounts in cents."""
+
     def exchanged(case: Case) -> list[Found]:
         """The neighbour of an order is a correct one: here it has the order's message, and the order has its."""
         other = str(case.number + 1)
@@ -557,31 +561,143 @@ def _more() -> Iterator[Kind]:
 
     name = "harmless: the amount has an exponent and more digits than a double"
     yield Kind(name=name, plant=same_digits, is_harmless=True)
+    yield from _of_order_services()
+
+
+def _of_order_services() -> Iterator[Kind]:
+    """What happens to an order between its row, its message and its effects."""
+
+    def of_groups(key: object, name: str) -> list[Found]:
+        return [(str(key), group, name) for group in GROUPS]
+
+    def merge(case: Case) -> list[Found]:
+        other = case.number + 1
+        case.world.app.execute("DELETE FROM orders_order WHERE id = %s", [case.number])
+        for table in EFFECT_TABLES.values():
+            case.world.app.execute(f"UPDATE {table} SET order_id = %s WHERE order_id = %s", [other, case.number])
+        return [(case.key, "", "ORPHAN"), *of_groups(other, "DUPLICATE")]
+
+    name = "ORPHAN and DUPLICATE: two orders were merged, with their effects"
+    yield Kind(name=name, plant=merge, has_checksum=False)
+
+    def reuse(case: Case) -> list[Found]:
+        order = Order(number=case.number, at=case.paid_at + OVERDUE / 6, total=Decimal("99.00"))
+        case.row("paid_at = %s, total = %s, customer = %s", order.at, order.total, order.customer)
+        case.world.send(order)
+        case.world.handle(order)
+        return [(case.key, "", "DUPLICATE")]
+
+    yield Kind(name="DUPLICATE: a newer order got the number of an older one", plant=reuse)
+
+    def respell(case: Case) -> list[Found]:
+        sent = _send_again(case, case.body)
+        case.world.broker.execute("UPDATE commit_log SET key = %s WHERE log_id = %s", [f"0{case.key}", sent])
+        case.world.handle(Order(number=case.number, at=case.paid_at))
+        return [(f"0{case.key}", "", "ORPHAN"), *of_groups(case.key, "DUPLICATE")]
+
+    name = "ORPHAN and DUPLICATE: sent again with another spelling of its key"
+    yield Kind(name=name, plant=respell, has_checksum=False)
+
+    def exchange_effects(case: Case) -> list[Found]:
+        """The later order has the effect of the earlier one, which is older than its row."""
+        other = case.number + 1
+        case.world.app.execute(
+            "UPDATE logistics_shipment SET order_id = CASE order_id WHEN %s THEN %s ELSE %s END "
+            "WHERE order_id IN (%s, %s)",
+            [case.number, other, case.number, case.number, other],
+        )
+        return [(str(other), "logistics", "EARLY")]
+
+    yield Kind(name="EARLY: two orders have each other's effect", plant=exchange_effects)
+
+    def load(case: Case) -> list[Found]:
+        order = Order(number=_ROWS + case.number, at=case.paid_at)
+        case.world.pay(order)
+        case.world.send(order, stored_at=order.at + OVERDUE)
+        case.world.handle(order, after=OVERDUE)
+        return [(str(order.number), "", "LATE"), *of_groups(order.number, "LATE")]
+
+    yield Kind(name="LATE: an old order was imported, with its message", plant=load)
+
+    def hurry(case: Case) -> list[Found]:
+        case.message("deliver_at = %s", case.paid_at + OVERDUE / 9)
+        return of_groups(case.key, "EARLY")
+
+    yield Kind(name="EARLY: the effects came before a delayed message was due", plant=hurry)
+
+    def replace(case: Case) -> list[Found]:
+        log_id, body = case.log_id, case.body
+        case.message("deliver_at = %s", case.paid_at + timedelta(days=7_300))
+        case.world.broker.execute("INSERT INTO recalled (log_id) VALUES (%s)", [log_id])
+        _send_again(case, body)
+        case.without_effect("logistics")
+        return [(case.key, "logistics", "UNDELIVERED")]
+
+    yield Kind(name="UNDELIVERED: a recalled message was sent again at once", plant=replace)
+
+    def misdate(case: Case) -> list[Found]:
+        case.row("paid_at = paid_at + interval '30 years'")
+        return [(case.key, "", "MISMATCH"), *of_groups(case.key, "EARLY")]
+
+    yield Kind(name="MISMATCH and EARLY: the row is of a year in the future", plant=misdate)
+    for name, hours, findings in (
+        ("EARLY: the publisher's times are local, east of UTC", 2, ()),
+        ("LATE: the publisher's times are local, west of UTC", -2, ("",)),
+    ):
+
+        def shift(case: Case, hours: int = hours, findings: tuple[str, ...] = findings) -> list[Found]:
+            at = case.paid_at + timedelta(hours=hours)
+            case.row("paid_at = %s", at)
+            case.edit(paid_at=at.isoformat())
+            of_message = [(case.key, group, "LATE") for group in findings]
+            return [*of_message, *of_groups(case.key, "LATE" if findings else "EARLY")]
+
+        yield Kind(name=name, plant=shift)
+
+    def rewrite(case: Case) -> None:
+        body = {**case.body, "total": "99.00"}
+        case.row("total = 99")
+        _send_again(case, body, decision="R")
+
+    yield Kind(
+        name="MISMATCH: the row was rewritten, and its second message rolled back", plant=_own("MISMATCH", rewrite)
+    )
+
+    def round_up(case: Case) -> None:
+        case.row("total = 12.345")
+        case.edit(total="12.345")
+
+    yield Kind(name="MISMATCH: the column rounded the third decimal of the amount", plant=_own("MISMATCH", round_up))
+
+    def time_out(case: Case) -> list[Found]:
+        case.without_effect("points")
+        case.world.broker.execute(
+            "INSERT INTO timed_out (group_id, log_id, queue_id, queue_offset) VALUES (%s, %s, %s, 0)",
+            [case.world.groups["points"], case.log_id, case.world.queue_id],
+        )
+        return []
+
+    yield Kind(name="harmless: the time limit of a message was over for one group", plant=time_out, is_harmless=True)
 
 
 KINDS: Final = tuple(_all())
-"""The kinds of the table in the documents."""
-MORE: Final = tuple(_more())
-"""What an application does wrong rather than a careless test: exchanged keys, moved times, amounts of another scale."""
 
 
-def clean(world: World, kinds: Sequence[Kind] = KINDS) -> None:
+def clean(world: World) -> None:
     """Correct orders over SPAN: one for each kind, and a neighbour of each that stays correct."""
     other_topic(world)
     world.app.execute("ALTER TABLE orders_order ALTER total TYPE numeric(30, 2)")
-    count = 2 * len(kinds)
+    count = 2 * len(KINDS)
     world.add_many(count, every=SPAN / count)
 
 
-def plant(
-    world: World, seed: int, kinds: Sequence[Kind] = KINDS, chosen: Callable[[Kind], bool] = lambda _: True
-) -> dict[str, list[Found]]:
+def plant(world: World, seed: int, chosen: Callable[[Kind], bool] = lambda _: True) -> dict[str, list[Found]]:
     """Plant the chosen kinds in the orders of `clean`, in an order that the seed decides; the findings of each kind."""
     random = Random(seed)
-    places = list(range(len(kinds)))
+    places = list(range(len(KINDS)))
     random.shuffle(places)
     return {
         kind.name: kind.plant(Case(world=world, number=2 * place + 1, random=random))
-        for kind, place in zip(kinds, places, strict=True)
+        for kind, place in zip(KINDS, places, strict=True)
         if chosen(kind)
     }

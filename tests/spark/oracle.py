@@ -125,7 +125,8 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
     if rows:
         at = min(row.at for row in rows)
         if at >= UNTIL:
-            return {"PENDING"}
+            found = _flags_with_row(at, rows, committed, undecided, kind) if is_ahead(history, kind) else {"OK"}
+            return {"PENDING"} | found - {"OK"}
         if not in_window(at) and not is_touched(history):
             return set()
         flags = _flags_with_row(at, rows, committed, undecided, kind)
@@ -198,6 +199,13 @@ def is_touched(history: History) -> bool:
     return any(history.dead) or any(at >= SINCE for at in moments)
 
 
+def is_ahead(history: History, kind: Messages) -> bool:
+    """Whether the row's time is after the window, although its message was committed more than an hour before it."""
+    settled = min((message.settled_at for message in history.messages if message.is_committed), default=UNTIL)
+    at = min(row.at for row in history.rows)
+    return kind is Messages.EXACTLY_ONE and settled < UNTIL <= at and at - settled > timedelta(hours=1)
+
+
 def _is_stuck(undecided: Sequence[Sent], oldest: datetime) -> bool:
     return any(m.state == "parked" for m in undecided) or WATERMARK - oldest > STUCK_AFTER
 
@@ -224,12 +232,14 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
         )
     at = min(row.at for row in history.rows)
     sent = len(live(committed))
-    if at >= UNTIL or not committed or not (in_window(at) or is_touched(history)):
+    is_judged = is_ahead(history, kind) if at >= UNTIL else in_window(at) or is_touched(history)
+    if not committed or not is_judged:
         return set()
     if not sent:
         # All messages were recalled before they were due.
         return {"DUPLICATE"} if effects else set()
-    due = max([at, *(m.deliver_at for m in committed if m.deliver_at is not None)])
+    dues = [m.deliver_at or at for m in live(committed)]
+    due = max([at, *dues])
     flags = {"OK"} if in_window(at) else set()
     if history.dead[number]:
         flags.add("DEAD")
@@ -239,15 +249,16 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
     if len(effects) > sent:
         flags.add("DUPLICATE")
     if kind is Messages.AT_LEAST_ONE and len(effects) < sent:
-        dues = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
-        later = [at for at in dues if at > max(effects)]
-        overdue = sum(WATERMARK - at > WITHIN for at in dues)
+        starts = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
+        later = [at for at in starts if at > max(effects)]
+        overdue = sum(WATERMARK - at > WITHIN for at in starts)
         is_lost = len(effects) > 1 and len(effects) < overdue
         if is_lost or any(WATERMARK - at > WITHIN for at in later):
             flags.add("UNDELIVERED")
         elif later or len(effects) > 1:
             flags.add("PENDING")
-    if kind is Messages.EXACTLY_ONE and at - min(effects) > GRACE:
+    is_before_all = sent == 1 or min(m.stored_at for m in committed) - min(effects) > GRACE
+    if kind is Messages.EXACTLY_ONE and max(at, min(dues)) - min(effects) > GRACE and is_before_all:
         flags.add("EARLY")
     if min(effects) - due > WITHIN:
         flags.add("LATE")

@@ -71,6 +71,28 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
     "late effect": (replace(FINE, effects=(DONE[0], (AT + WITHIN + TICK,))), {"points": "LATE"}),
     "early effect": (replace(FINE, effects=(DONE[0], (AT - GRACE - TICK,))), {"points": "EARLY"}),
     "early: exactly the grace": (replace(FINE, effects=(DONE[0], (AT - GRACE,))), {}),
+    "early: before its message was due": (
+        replace(FINE, messages=(replace(MESSAGE, deliver_at=AT + WITHIN),), effects=(DONE[0], (AT + WITHIN - GRACE,))),
+        {"logistics": "EARLY"},
+    ),
+    "not early: one of two messages was due at once": (
+        replace(FINE, messages=(MESSAGE, replace(MESSAGE, deliver_at=AT + WITHIN))),
+        {"": "DUPLICATE"},
+    ),
+    "not early: of two messages, the effects may be those of the first": (
+        replace(
+            FINE, rows=(replace(ROW, at=AT + WITHIN),), messages=(MESSAGE, replace(MESSAGE, stored_at=AT + WITHIN))
+        ),
+        {"": "DUPLICATE"},
+    ),
+    "early: before both messages": (
+        replace(FINE, messages=(MESSAGE, MESSAGE), effects=(DONE[0], (AT - GRACE - TICK,))),
+        {"": "DUPLICATE", "points": "EARLY"},
+    ),
+    "a row of the future is compared with its message": (
+        replace(FINE, rows=(replace(ROW, at=UNTIL + timedelta(days=9_999), total=Decimal(1)),)),
+        {"": "MISMATCH", "logistics": "EARLY", "points": "EARLY"},
+    ),
     "unreadable": (replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "ann'),)), {"": "UNREADABLE"}),
     "unreadable bytes": (
         replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "\xff"}'),)),
@@ -112,6 +134,14 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
         {"": "PENDING"},
     ),
     "recalled and sent again": (replace(FINE, messages=(replace(MESSAGE, state="recalled"), MESSAGE)), {}),
+    "a recalled message does not delay the next one": (
+        replace(
+            FINE,
+            messages=(replace(MESSAGE, state="recalled", deliver_at=UNTIL + timedelta(days=1)), MESSAGE),
+            effects=(DONE[0], ()),
+        ),
+        {"points": "UNDELIVERED"},
+    ),
     "sent twice, one recalled, the other differs": (
         replace(FINE, messages=(replace(MESSAGE, total=Decimal(1)), replace(MESSAGE, state="recalled"))),
         {"": "MISMATCH"},

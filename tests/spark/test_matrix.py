@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from spark.common.progress import Progress
 from spark.rules import file as rules_file
 from tests.spark import kinds, lake, matrix
 from tests.spark.exports import export
-from tests.spark.kinds import KINDS, MORE, Found, Kind
+from tests.spark.kinds import KINDS, Found
 from tests.spark.matrix import MODES, Cell
 from tests.spark.test_processes import ROOT
 from tests.spark.world import World
@@ -34,13 +33,6 @@ CELLS = [
     for source in ("postgres", "parquet", "csv")
     for mode in MODES
 ]
-QUICK_OF_MORE = ("postgres", "incremental")
-CELLS_OF_MORE = [
-    pytest.param(source, mode, marks=[] if (source, mode) == QUICK_OF_MORE else [pytest.mark.soak])
-    for source in ("postgres", "parquet")
-    for mode in ("batch", "incremental", "look back")
-]
-ALL = (*KINDS, *MORE)
 
 
 @pytest.fixture
@@ -63,52 +55,37 @@ def urls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_is_found_and_nothing_else(
     spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int, source: str, mode: str
 ) -> None:
-    judge(spark_session, world, tmp_path, seed, KINDS, source, mode)
-    matrix.store(source, mode, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "mode"), CELLS_OF_MORE)
-def test_more_kinds_are_found_and_nothing_else(
-    spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int, source: str, mode: str
-) -> None:
-    judge(spark_session, world, tmp_path, seed, MORE, source, mode)
-
-
-def judge(
-    spark: SparkSession, world: World, folder: Path, seed: int, given: Sequence[Kind], source: str, mode: str
-) -> None:
-    """Plant the kinds, and run over one source in one way. Raises AssertionError if anything else is found."""
     is_export, is_archive = source != "postgres", mode == "archive"
-    kinds.clean(world, given)
+    kinds.clean(world)
     planted: dict[str, list[Found]] = {}
 
     def place(name: str, is_planted: bool) -> str:
         if not is_export:
             return f'env = "RECONCILE_{name}"'
         if is_archive and name == "BROKER":
-            return f'kind = "archive"\npath = "{folder / "archive"}"'
-        return f'kind = "{source}"\npath = "{folder / ("planted" if is_planted else "clean")}"'
+            return f'kind = "archive"\npath = "{tmp_path / "archive"}"'
+        return f'kind = "{source}"\npath = "{tmp_path / ("planted" if is_planted else "clean")}"'
 
     def plant() -> None:
-        planted.update(kinds.plant(world, seed, given))
+        planted.update(kinds.plant(world, seed))
         if is_archive:
-            keep(spark, world, folder)
+            keep(spark_session, world, tmp_path)
         if is_export:
-            export(world, source, folder / "planted")
+            export(world, source, tmp_path / "planted")
 
     if is_export:
-        export(world, source, folder / "clean")
-    archive = folder / "archive" if is_archive and not is_export else None
-    cell = Cell(spark=spark, folder=folder / "cell", place=place, is_export=is_export, archive=archive)
+        export(world, source, tmp_path / "clean")
+    archive = tmp_path / "archive" if is_archive and not is_export else None
+    cell = Cell(spark=spark_session, folder=tmp_path / "cell", place=place, is_export=is_export, archive=archive)
     matrix.check(matrix.judged(cell, mode, plant), planted)
+    matrix.store(source, mode, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("source", ["postgres", "parquet"])
 def test_every_kind_is_found_by_two_executors(world: World, urls: None, tmp_path: Path, seed: int, source: str) -> None:
-    kinds.clean(world, ALL)
-    planted = kinds.plant(world, seed, ALL)
+    kinds.clean(world)
+    planted = kinds.plant(world, seed)
     if source != "postgres":
         export(world, source, tmp_path / "planted")
     check_process("tests.spark.matrix_executors", str(tmp_path), source, folder=tmp_path, path=str(ROOT))
@@ -121,7 +98,7 @@ def test_every_kind_is_found_with_checksums(
     spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int
 ) -> None:
     """First the kinds whose checksums SQL can compute, beside buckets that are not read. Then the others too."""
-    kinds.clean(world, ALL)
+    kinds.clean(world)
     cell = Cell(
         spark=spark_session,
         folder=tmp_path / "cell",
@@ -129,11 +106,11 @@ def test_every_kind_is_found_with_checksums(
         is_export=False,
         extra='bucket = "1m"',
     )
-    planted = kinds.plant(world, seed, ALL, lambda kind: kind.has_checksum)
+    planted = kinds.plant(world, seed, lambda kind: kind.has_checksum)
     result = cell.once(full=True)
-    assert result["rules"][0]["rows_equal_by_checksum"] > len(ALL) / 2, result["rules"][0]["notes"]
+    assert result["rules"][0]["rows_equal_by_checksum"] > len(KINDS) / 2, result["rules"][0]["notes"]
     matrix.check([cell.found(result)], planted)
-    planted |= kinds.plant(world, seed, ALL, lambda kind: not kind.has_checksum)
+    planted |= kinds.plant(world, seed, lambda kind: not kind.has_checksum)
     matrix.check([cell.found(cell.once(full=True))], planted)
 
 
@@ -184,7 +161,7 @@ def test_every_kind_is_found_in_delta_and_iceberg(
 
 def test_the_page_lists_every_kind_and_each_cell_has_all_of_them() -> None:
     faults = [kind.name for kind in KINDS if not kind.is_harmless]
-    assert len(faults) >= 60 and len({kind.name for kind in ALL}) == len(ALL)
+    assert len(faults) >= 60 and len({kind.name for kind in KINDS}) == len(KINDS)
     page = matrix.PAGE.read_text(encoding="utf-8")
     assert [kind.name for kind in KINDS if f"\n| {matrix.shown(kind.name)} | " not in page] == []
     cells = page.count("(seed ")

@@ -106,7 +106,7 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
     "UNDELIVERED": (
         "A consumer group shows no effect within its limit.",
         "The group's page shows whether the group runs, waits or is stopped. If the group passed the message without "
-        "an effect, reset the group so that it handles the message again.",
+        "an effect, deliver the message to the group again (`outbox_message redeliver`).",
     ),
     "DUPLICATE": (
         "There are more messages than rows, several rows with one key, or more effects than messages.",
@@ -125,9 +125,9 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
         "Write the missing part, or undo the surplus part.",
     ),
     "EARLY": (
-        "An effect is older than its business row, so the message did not cause it.",
-        "Undo the effect, and deliver the message again to the group. If only the clocks differ, raise the rule's "
-        "grace.",
+        "An effect is older than its business row, or than the time for which its message was delayed.",
+        "Correct the row's time if it is wrong; if only the clocks differ, raise the rule's grace. Otherwise undo the "
+        "effect, and deliver the message again to the group.",
     ),
     "UNREADABLE": (
         "The body of a committed message cannot be read as declared.",
@@ -135,7 +135,7 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "LATE": (
         "The message or the effect exists, but it is later than the limit that the rule declares.",
-        "Nothing is missing: acknowledge the finding.",
+        "Nothing is missing: correct the row's time if it is wrong, else acknowledge the finding.",
     ),
     "RECOVERED": ("The difference that the previous run found does not exist any more.", "Nothing to do."),
     "EXPIRED": (
