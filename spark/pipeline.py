@@ -49,11 +49,13 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     job = Job.of(options)
     job.store.check_writable()
     with lock.hold(job.store), settings_of_a_run(spark):
-        return _run(spark, job, progress or Progress())
+        return run_job(spark, job, progress)
 
 
-def _run(spark: SparkSession, job: Job, progress: Progress) -> dict[str, Any]:
+def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> dict[str, Any]:
+    """Like `run`, for a caller that holds the lock of the output folder."""
     options = job.options
+    progress = progress or Progress()
     sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     previous = _previous_result(job)

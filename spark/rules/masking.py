@@ -1,10 +1,11 @@
-"""Masking: a run compares masked fields, but does not show their values."""
+"""Masking: a run compares masked fields, but does not show their values. The run shows the other parts of a body
+unchanged."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -13,6 +14,8 @@ from .rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
 NOT_JSON: Final = "(masked: the body is not one readable JSON text, so its fields cannot be masked one by one)"
+_SPACE: Final = " \t\r\n"
+_DECODER: Final = json.JSONDecoder()
 
 
 def is_masked(rule: Rule, field: FieldRule) -> bool:
@@ -43,21 +46,40 @@ def masked(text: str, names: Sequence[str]) -> str:
 
     Each of the `names` is the name of a field at any depth, or a dotted path from the top.
     """
+    parts, end = [], 0
     try:
-        shown = json.dumps(_hidden(json.loads(text), (), names), ensure_ascii=False)
-        shown.encode()  # Half a surrogate pair is a ValueError too.
-    except (ValueError, RecursionError):
+        for start, stop in _spans(text, _skip(text, 0), (), names):
+            parts += [text[end:start], f'"{HIDDEN}"']
+            end = stop
+        _DECODER.decode(text)
+    except (ValueError, IndexError, RecursionError):
         return NOT_JSON
-    return shown
+    return "".join([*parts, text[end:]])
 
 
-def _hidden(value: Any, path: tuple[str, ...], names: Sequence[str]) -> Any:
-    if isinstance(value, list):
-        return [_hidden(each, path, names) for each in value]
-    if not isinstance(value, dict):
-        return value
-    shown = {}
-    for name, inner in value.items():
-        at = (*path, name)
-        shown[name] = HIDDEN if name in names or ".".join(at) in names else _hidden(inner, at, names)
-    return shown
+def _spans(text: str, at: int, path: tuple[str, ...], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The start and end of each value to hide, in order, inside the value that begins at `at`."""
+    if text[at] not in "{[":
+        return
+    is_object = text[at] == "{"
+    at = _skip(text, at + 1)
+    while text[at] not in "}]":
+        inner = path
+        if is_object:
+            name, at = _DECODER.raw_decode(text, at)
+            inner = (*path, str(name))
+            at = _skip(text, _skip(text, at) + 1)
+        end = _DECODER.raw_decode(text, at)[1]
+        if is_object and (inner[-1] in names or ".".join(inner) in names):
+            yield at, end
+        else:
+            yield from _spans(text, at, inner, names)
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in _SPACE:
+        at += 1
+    return at

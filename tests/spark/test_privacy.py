@@ -78,22 +78,20 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
     assert not [value for value in shown if "example.org" in value], "Parquet compresses what it holds"
 
 
-def test_all_but_the_masked_fields_is_shown() -> None:
+def test_what_is_not_masked_stays_as_it_was_written() -> None:
     names = ["email", "buyer.name"]
     hidden = f'"{masking.HIDDEN}"'
     expected = {
-        '{"email": "a", "total": 12.5,  "x": 1, "x": 2}': '{"email": H, "total": 12.5, "x": 2}',
-        '{"email": "a", "email": "b"}': '{"email": H}',
+        '{"email": "a", "total": 12.50,  "x": 1, "x": 2}': '{"email": H, "total": 12.50,  "x": 1, "x": 2}',
         '{"list": [{"email": {"a": [1]}}, "email"], "b": {}}': '{"list": [{"email": H}, "email"], "b": {}}',
         '{"buyer": {"name": "x"}, "name": "y"}': '{"buyer": {"name": H}, "name": "y"}',
-        ' {"em\\u0061il" : null , "e": []} ': '{"email": H, "e": []}',
-        '{"town": "Zürich"}': '{"town": "Zürich"}',
+        ' {"em\\u0061il" : null , "e": []} ': ' {"em\\u0061il" : H , "e": []} ',
         "[[], 1, true]": "[[], 1, true]",
+        "12.50": "12.50",
     }
     for text, shown in expected.items():
         assert masking.masked(text, names) == shown.replace("H", hidden)
-    broken = ('{"email": "a"', '{"email": "a"} {"email": "b"}', "", "[" * 100_000, '{"a": "x', "{1: 2}", "x")
-    for text in (*broken, '{"a": "\\ud800", "email": "a"}'):
+    for text in ('{"email": "a"', '{"email": "a"} {"email": "b"}', "", "[" * 100_000, '{"a": "x', "{1: 2}", "x"):
         assert masking.masked(text, names) == masking.NOT_JSON
 
 
