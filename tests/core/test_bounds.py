@@ -32,7 +32,6 @@ TOPIC: Final[list[tuple[str, Any, list[Any], str]]] = [
     ("queue_count", 1024, [1025], "1 to 1024"),
     ("retention_seconds", INTEGER - 1, [INTEGER, BIGINT], "at most 2,147,483,647"),
     ("backlog_limit", BIGINT - 1, [BIGINT], r"below 2\*\*63"),
-    ("space_limit_bytes", BIGINT - 1, [BIGINT], r"below 2\*\*63"),
 ]
 
 

@@ -127,7 +127,7 @@ ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING, *DECLARED]
 OF_EACH_KIND: Final = (
     *("publish", "publish in a block", "transactional_message", "recall", "run_check_back", "run_prune", "a consumer"),
     *("outbox_status", "outbox_doctor", "outbox_message list --key k", "outbox_audit", "outbox_worker --drain"),
-    *("outbox_topic create another", "outbox_transaction reject", "check --database=broker"),
+    *("outbox_transaction reject", "check --database=broker"),
 )
 
 

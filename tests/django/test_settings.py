@@ -70,7 +70,7 @@ def test_topics_become_declared_topics() -> None:
         ({"HANDLER_THREADS": 2**31}, "at most 2,147,483,647"),
         ({"THRESHOLDS": {"LAG_SECONDS": (float("nan"), None)}}, "numbers, at least 0"),
         ({"TOPICS": {"orders": {"retention_seconds": 2**31}}}, r"\['retention_seconds'\] .*at most 2,147,483,647"),
-        ({"TOPICS": {"orders": {"space_limit_bytes": 2**63}}}, "at most 9,223,372,036,854,775,807"),
+        ({"TOPICS": {"orders": {"backlog_limit": 2**63}}}, "at most 9,223,372,036,854,775,807"),
         ({"THRESHOLDS": 60}, r"OUTBOX\['THRESHOLDS'\] must be a dictionary"),
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
         ({"THRESHOLDS": {"LAG_SECONDS": (-1, None)}}, "numbers, at least 0"),

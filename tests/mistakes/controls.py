@@ -161,7 +161,7 @@ def repeat_with_the_same_body(patch: pytest.MonkeyPatch) -> None:
 
 def repeat_in_the_same_context(patch: pytest.MonkeyPatch) -> None:
     """A repeated call runs with the context variables of the first call."""
-    patch.setattr(inbox._Call, "once", inbox._Call._run)
+    patch.setattr(inbox._Call, "attempt", inbox._Call._run)
 
 
 def join_in_the_same_context(patch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,10 @@ def begin_call() -> None:
     With DEBUG, also empty the query log, as Django does for each request.
     """
     open_before: list[str] = []
+    wrappers_before: list[int] = []
     for connection in connections.all(initialized_only=True):
+        if len(connection.execute_wrappers) > 1:
+            wrappers_before += map(id, entered_wrappers(connection))
         raw = connection.connection
         if connection.in_atomic_block:
             open_before.append(connection.alias)
@@ -150,9 +153,7 @@ def begin_call() -> None:
         if _is_expired(connection) or _has_pool(connection) or (connection.vendor == "postgresql" and is_ended(raw)):
             connection.close()
     _of_thread.open_before = open_before
-    _of_thread.wrappers_before = {
-        id(one) for connection in connections.all(initialized_only=True) for one in entered_wrappers(connection)
-    }
+    _of_thread.wrappers_before = wrappers_before
     if settings.DEBUG:
         for connection in connections.all(initialized_only=True):
             # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
@@ -182,10 +183,11 @@ def _left_open(what: str) -> str:
     )
 
 
-def _end_wrapping() -> None:
+def _end_wrapping(opened: Iterable[BaseDatabaseWrapper]) -> None:
     """Remove the execute wrappers that the handler of this thread has left, so that they watch no later message."""
-    for connection in connections.all(initialized_only=True):
-        if leave_wrappers(connection, _of_thread.wrappers_before):
+    for connection in opened:
+        # The watch of blocks is a wrapper, so one more is that of a block.
+        if len(connection.execute_wrappers) > 1 and leave_wrappers(connection, _of_thread.wrappers_before):
             logger.error(
                 "a handler on %r has left an execute_wrapper() block open, so its wrapper was removed. Enter the block "
                 "with `with`, and do not keep a generator that is inside it.",
@@ -210,7 +212,7 @@ def refresh_connections(*, in_handler: bool = False) -> None:
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     if not in_handler:
-        _end_wrapping()
+        _end_wrapping(opened)
     for connection in opened:
         if connection.in_atomic_block:
             if not in_handler and _is_left_open(connection):
@@ -970,7 +972,7 @@ class _Call:
         return [*results, *shared.results()]
 
     def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
-        _end_wrapping()
+        _end_wrapping(connections.all(initialized_only=True))
         failed = _handle(self.subscription, self.handler, [delivery])
         if failed:
             inbox.remove(failed)
