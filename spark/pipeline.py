@@ -6,7 +6,7 @@
     scan       per rule: classify all keys, write the suspects  stages/scan.py       -> ScannedRule
     confirm    per rule: read the suspects again by key         stages/confirm.py    -> ConfirmedRule
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
-    publish    report, result.json, then metrics             output/result.py
+    publish    report, result.json, then metrics                output/result.py
 
 Each stage gets the return values of the earlier stages, and calls no earlier stage.
 """
