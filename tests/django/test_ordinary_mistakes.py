@@ -280,6 +280,25 @@ def test_a_handler_that_committed_by_hand_and_failed_is_not_taken_for_handled() 
     assert effects() == ["one"]
 
 
+@pytest.mark.usefixtures("application", "no_subscribers")
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_a_handler_cannot_commit_by_hand(alias: str) -> None:
+    attempts: list[int] = []
+
+    @subscriber("orders", group="effects", using=alias)
+    def effect(given: Delivery) -> None:
+        attempts.append(1)
+        Effect.objects.using(alias).create(number=given.key)
+        if len(attempts) == 1:
+            execute("COMMIT", alias)
+
+    one = delivery("one")
+    assert isinstance(run([one])[0], TransactionUsageError)
+    assert effects(alias) == []
+    assert run([one]) == [Disposition.HANDLED]
+    assert effects(alias) == ["one"]
+
+
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_a_block_that_has_only_published_notices_that_its_transaction_was_ended(path: str, end: str) -> None:
     def block() -> None:

@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from django.core.checks import run_checks
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import SendReceipt, hooks
@@ -445,6 +445,39 @@ def test_two_batches_with_the_same_keys_do_not_deadlock(pool: ThreadPoolExecutor
     # With expired keys, either batch may come first.
     assert sorted(found, key=lambda duplicates: None in duplicates)[1] == [None, None, None]
     assert None not in sorted(found, key=lambda duplicates: None in duplicates)[0]
+
+
+def test_batches_in_the_order_of_the_call_would_deadlock(pool: ThreadPoolExecutor) -> None:
+    """The control of the test above."""
+
+    def insert(*wanted: str) -> Callable[[], None]:
+        def insert_keys() -> None:
+            with connections["default"].cursor() as cursor:
+                values: list[Any] = [
+                    ["orders"] * len(wanted),
+                    list(wanted),
+                    [uuid4() for _ in wanted],
+                    [60.0] * len(wanted),
+                ]
+                cursor.execute(keys._INSERT_POSTGRESQL, values)
+
+        return insert_keys
+
+    middle = Other(pool, insert("m"), commits=False)
+    assert middle.done.wait(20)
+    both = [Other(pool, insert("a", "m", "z")), Other(pool, insert("z", "m", "a"))]
+    waiting(2)
+    middle.end()
+    errors = []
+    for one in both:
+        one.let_end()
+    for one in both:
+        try:
+            one.end()
+        except OperationalError as error:
+            errors.append(str(error))
+    assert len(errors) == 1
+    assert "deadlock detected" in errors[0]
 
 
 def test_a_fifo_key_is_locked_before_the_unique_key(path: str, pool: ThreadPoolExecutor) -> None:

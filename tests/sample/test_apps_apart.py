@@ -28,3 +28,7 @@ def test_no_app_imports_another(app: str) -> None:
     others = tuple(f"sample_project.{other}" for other in (*APPS, "storefront", "catalogue") if other != app)
     imports = {(path.name, name) for path in files for name in _imports(path) if name.startswith(others)}
     assert imports == set()
+
+
+def test_the_check_sees_an_import() -> None:
+    assert "sample_project.orders.models" in _imports(SAMPLE / "storefront" / "checkout.py")
