@@ -20,7 +20,7 @@ from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Messages, Rul
 from .evidence import exact_places, near_places
 
 ORDER = {name: number for number, name in enumerate(CLASSES)}
-# A row that is this much younger than its message has a wrong time, which may be years away.
+# A row that is this much younger than the watermark has a wrong time, which may be years away.
 _AHEAD_SECONDS = 3600.0
 
 
@@ -106,7 +106,11 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.DUPLICATE: judged & committed & is_double,
         FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
-        FindingClass.PENDING: fresh | (row_judged & undecided) | (differs & ~is_final) | alone | unsettled,
+        FindingClass.PENDING: (fresh & ~row_judged)
+        | (row_judged & undecided)
+        | (differs & ~is_final)
+        | alone
+        | unsettled,
         FindingClass.ERASED: judged & committed & is_erased,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
@@ -149,17 +153,16 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 def _judges_row(rule: Rule, window: Window) -> Callable[[Column], Column]:
     """The condition under which a row with a given time is judged.
 
-    A row after the window waits for a later run. It does not wait if its message was committed more than an hour before
-    the row's time: this time is wrong, and may be years away.
+    A row after the window waits for a later run. It does not wait if its message is settled and its time is more than
+    an hour after the watermark: this time is wrong, and may be years away.
     """
 
     def judges(row_at: Column) -> Column:
         if rule.messages is not Messages.EXACTLY_ONE or window.is_exact:
             return window.looks_at(row_at)
-        settled = F.col("settled_at")
-        is_ahead = F.unix_micros(row_at) - F.unix_micros(settled) > _micros(_AHEAD_SECONDS)
-        is_after = (row_at >= F.lit(window.until)) & (settled < F.lit(window.until))
-        return window.looks_at(row_at) | F.coalesce(is_after & is_ahead, F.lit(False))
+        is_ahead = F.unix_micros(row_at) - F.unix_micros(F.lit(window.watermark)) > _micros(_AHEAD_SECONDS)
+        is_settled = F.col("settled_at") < F.lit(window.until)
+        return window.looks_at(row_at) | F.coalesce(is_ahead & is_settled, F.lit(False))
 
     return judges
 

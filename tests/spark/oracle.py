@@ -125,8 +125,9 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
     if rows:
         at = min(row.at for row in rows)
         if at >= UNTIL:
-            found = _flags_with_row(at, rows, committed, undecided, kind) if is_ahead(history, kind) else {"OK"}
-            return {"PENDING"} | found - {"OK"}
+            if not is_ahead(history, kind):
+                return {"PENDING"}
+            return _flags_with_row(at, rows, committed, undecided, kind) - {"OK"}
         if not in_window(at) and not is_touched(history):
             return set()
         flags = _flags_with_row(at, rows, committed, undecided, kind)
@@ -200,10 +201,10 @@ def is_touched(history: History) -> bool:
 
 
 def is_ahead(history: History, kind: Messages) -> bool:
-    """Whether the row's time is after the window, although its message was committed more than an hour before it."""
+    """Whether the row's time is more than an hour after the watermark, although its message is settled."""
     settled = min((message.settled_at for message in history.messages if message.is_committed), default=UNTIL)
     at = min(row.at for row in history.rows)
-    return kind is Messages.EXACTLY_ONE and settled < UNTIL <= at and at - settled > timedelta(hours=1)
+    return kind is Messages.EXACTLY_ONE and settled < UNTIL and at - WATERMARK > timedelta(hours=1)
 
 
 def _is_stuck(undecided: Sequence[Sent], oldest: datetime) -> bool:

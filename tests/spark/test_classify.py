@@ -34,6 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 
 TICK = timedelta(microseconds=1)
 AT = UNTIL - timedelta(hours=1)
+FAR = UNTIL + timedelta(days=9_999)
 ROW, MESSAGE = BusinessRow(at=AT), Sent(stored_at=AT)
 DONE = ((AT + timedelta(seconds=1),), (AT + timedelta(seconds=1),))
 HALF = Sent(stored_at=AT, state="undecided")
@@ -90,8 +91,20 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
         {"": "DUPLICATE", "points": "EARLY"},
     ),
     "a row of the future is compared with its message": (
-        replace(FINE, rows=(replace(ROW, at=UNTIL + timedelta(days=9_999), total=Decimal(1)),)),
+        replace(FINE, rows=(replace(ROW, at=FAR, total=Decimal(1)),)),
         {"": "MISMATCH", "logistics": "EARLY", "points": "EARLY"},
+    ),
+    "a row of the future that equals its message is no finding": (
+        replace(FINE, rows=(replace(ROW, at=FAR),), effects=((FAR,), (FAR,))),
+        {},
+    ),
+    "a row of the future: an hour after the watermark": (
+        replace(FINE, rows=(replace(ROW, at=WATERMARK + timedelta(hours=1), total=Decimal(1)),)),
+        {"": "PENDING"},
+    ),
+    "a row of the last grace waits, however old its message": (
+        replace(FINE, rows=(replace(ROW, at=WATERMARK - TICK, total=Decimal(1)),)),
+        {"": "PENDING"},
     ),
     "unreadable": (replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "ann'),)), {"": "UNREADABLE"}),
     "unreadable bytes": (
@@ -214,6 +227,8 @@ MOMENTS = (
     UNTIL - TICK,
     UNTIL,
     WATERMARK,
+    WATERMARK + timedelta(hours=1),
+    WATERMARK + timedelta(hours=1) + TICK,
 )
 WEIGHTS = (None, Decimal("1.0"), Decimal("1.5"), Decimal("1.51"))
 CUSTOMERS = ("ann", "bob", "", None, "<b>'")
