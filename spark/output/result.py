@@ -42,7 +42,7 @@ def compose(
                 totals[name] += count
     faults = sum(totals[name.value] for name in FAULTS) - found.acknowledged
     options, finished = job.options, datetime.now(UTC).isoformat()
-    earlier = [] if previous is None else previous["last_runs"]
+    earlier = [] if previous is None else previous.get("last_runs", [])
     this = {"finished_at": finished, "open": {name.value: totals[name] for name in FAULTS if totals[name]}}
     return {
         "version": 1,
