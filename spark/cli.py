@@ -185,6 +185,8 @@ def _run(given: argparse.Namespace) -> int:
         try:
             code = _run_once(spark, options, progress, given.json)
         except RunIncomplete as error:
+            if session.has_ended(spark):
+                raise
             print(f"outbox-reconcile: {for_people(str(error))} The next run judges the same rows.", file=sys.stderr)
             code = INCOMPLETE
         try:

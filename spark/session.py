@@ -214,10 +214,25 @@ def settings_of_a_run(spark: SparkSession) -> Iterator[None]:
                 spark.conf.unset(name) if own is None else spark.conf.set(name, own)
 
 
+def has_ended(spark: SparkSession) -> bool:
+    """Whether Spark can run nothing more in this session, because its Java process or its context has ended."""
+    if isinstance(spark, _Deferred) and not spark.is_started:
+        return False
+    try:
+        spark.range(1).count()
+    except Exception:  # The errors of py4j, grpc and pyspark have no common public base.
+        return True
+    return False
+
+
 class _Deferred:
     def __init__(self, begin: Callable[[], SparkSession]) -> None:
         self._begin = begin
         self._session: SparkSession | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._session is not None
 
     def __getattr__(self, name: str) -> Any:
         if self._session is None:

@@ -136,6 +136,25 @@ def test_runs_at_intervals_go_on_until_sigterm(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("extra", ["", 'bucket = "1h"'], ids=["started at once", "started for a finding"])
+def test_runs_at_intervals_end_if_java_ends(world: World, tmp_path: Path, extra: str) -> None:
+    """No later run of this process would succeed."""
+    write_rules(tmp_path, groups=(), extra=extra)
+    some_orders(world)
+    with start(world, tmp_path, "--every", "1s") as process:
+        assert process.stdout is not None
+        assert next(line for line in process.stdout if "Report:" in line)
+        [java] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(java), 9)
+        try:
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 3, said
+
+
+@pytest.mark.slow
 def test_spark_starts_only_if_a_checksum_differs(world: World, tmp_path: Path) -> None:
     """This Java tells its version, and cannot start Spark."""
     java = tmp_path / "home" / "bin" / "java"
