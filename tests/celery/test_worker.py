@@ -134,6 +134,21 @@ def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, st
     eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 
+def test_killed_children_are_restarted_and_continue(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker]
+) -> None:
+    worker = start("--outbox")
+    first = both_children(worker)
+    for pid in first.values():
+        os.kill(pid, signal.SIGKILL)
+    second = eventually(
+        lambda: both_children(worker) if not set(worker.children().values()) & set(first.values()) else {}
+    )
+    assert set(second) == set(first)
+    sent = broker.send([message() for _ in range(20)])
+    eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
+
+
 def test_killed_worker_takes_its_children_with_it(broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     worker = start("--outbox")
     children = both_children(worker)

@@ -206,6 +206,16 @@ def tab_to(browser: Browser, condition: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_checks_find_what_they_look_for(world: World, site: Site) -> None:
+    with Browser(width=360, height=740) as browser:
+        site.open(browser)
+        browser.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=x>')")
+        assert any("image-alt" in one for one in faults(browser))
+        browser.evaluate("document.querySelector('h1').style.width = '900px'")
+        assert browser.evaluate("document.documentElement.scrollWidth") > 360
+
+
+@pytest.mark.slow
 def test_a_strict_policy_is_kept_and_keeps_out_what_is_foreign(
     world: World, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
