@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -133,6 +134,25 @@ def test_an_outage_is_recognised_after_few_calls_for_any_size_of_batch(orders: C
     orders.runtime((subscribe(topic="single", batch=500, threads=1, retry=policy), world)).run_once()
     assert len(world.calls) <= 6
     assert orders.rows("SELECT count(*) FROM outbox.failure") == [(0,)]
+
+
+def test_a_service_that_fails_at_two_lines_of_a_handler_is_an_outage(
+    orders: ConsumptionBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(delivery: Delivery) -> None:
+        calls.append(delivery)
+        if len(calls) % 2:
+            json.loads("away")
+        json.loads("away")
+
+    calls: list[Delivery] = []
+    orders.declare("single", queues=1)
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(12)])
+    policy = RetryPolicy(delays_seconds=[3600])
+    orders.runtime((subscribe(topic="single", threads=1, retry=policy), ask)).run_once()
+    assert len(calls) < 12, "the subscription pauses"
+    [told, *_] = [record.getMessage() for record in caplog.records if "seems to be down" in record.getMessage()]
+    assert "raised in ask," in told, "the line of the handler is shown"
 
 
 def test_poison_alone_in_the_world_ends_in_the_dead_letters(orders: ConsumptionBench) -> None:
