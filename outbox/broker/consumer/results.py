@@ -92,6 +92,8 @@ class Outage:
         # Whether a handler has requested the length of the current pause.
         self._asked = False
         self.resume_at: float | None = None
+        # Whether a call has succeeded since the last outage began. An outage may also end without: at its longest time.
+        self.has_succeeded = False
 
     @property
     def error(self) -> str:
@@ -113,8 +115,15 @@ class Outage:
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
         before the request.
         """
-        if self._asked and self.resume_at is not None and now < self.resume_at:
+        if self._lasts_as_asked(now):
             return
+        self._reset()
+        self.has_succeeded = True
+
+    def _lasts_as_asked(self, now: float) -> bool:
+        return self._asked and self.resume_at is not None and now < self.resume_at
+
+    def _reset(self) -> None:
         self._asked = False
         self._error = self._cause = ""
         self._failed = []
@@ -138,7 +147,8 @@ class Outage:
         """
         cause = cause or error
         if cause != self._cause:
-            self.succeeded(now)
+            if not self._lasts_as_asked(now):
+                self._reset()
             self._cause, self.since = cause, now
         self._error = error
         call = frozenset(messages)
@@ -169,7 +179,7 @@ class Outage:
         self._error, self._cause = error, cause or error
         self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:
-            self._began = now
+            self._began, self.has_succeeded = now, False
         elif now < self.resume_at:
             # This call was still running when the pause began, so its failure does not start another pause.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))

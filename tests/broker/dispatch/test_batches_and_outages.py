@@ -206,7 +206,10 @@ def test_what_is_in_a_row() -> None:
     # One that ran already does not make the pause longer; one after it does.
     assert outage.failed("x", "E: away", 0.5) == 1.0
     assert outage.failed("x", "E: away", 1.0) == 3.0
+    assert outage.failed("x", "F: other", 4.0) is None
+    assert outage.error == "" and not outage.has_succeeded, "the service may still be down"
     outage.succeeded()
+    assert outage.has_succeeded
     assert outage.admits(0.0, running=True) and outage.error == ""
     for name in "ab":
         assert outage.failed(name, "E: away", 0.0) is None

@@ -105,17 +105,18 @@ def test_groups_workers_queues_and_messages_name_the_outage(world: World, operat
     assert "CONTEXT: of a table" in shown[f"messages/{message_id}/"]
     call_command("outbox_group", "offsets", "mail", stdout=(out := StringIO()))
     assert "outage: OperationalError" in out.getvalue()
-    members.end_outage(world.run, *place)
+    members.end_outage(world.run, *place, has_succeeded=False)
     for path in shown:
         assert "outage" not in text_of(page(operator, path)), path
 
 
 def test_the_end_of_an_outage_is_an_incident_of_its_last_process(world: World, operator: Client) -> None:
+    members.end_outage(world.run, *failing(world), has_succeeded=False)
     first, second = failing(world), failing(world)
-    members.end_outage(world.run, *first)
+    members.end_outage(world.run, *first, has_succeeded=True)
     assert "mail on orders" not in page(operator, "incidents/")
-    members.end_outage(world.run, *second)
-    members.end_outage(world.run, *second)
+    members.end_outage(world.run, *second, has_succeeded=True)
+    members.end_outage(world.run, *second, has_succeeded=True)
     text = text_of(page(operator, "incidents/?kind=outage"))
     assert re.search(r"outage mail on orders from \S+ \S+ to \S+ \S+ OperationalError: canceling", text)
     assert text.count("mail on orders") == 1
