@@ -42,6 +42,9 @@ class _Recorders:
         self._recorders = recorders
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_") or not hasattr(Recorder, name):
+            raise AttributeError(name)
+
         def each(*arguments: Any, **named: Any) -> None:
             for one in self._recorders:
                 getattr(one, name)(*arguments, **named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -108,10 +109,14 @@ def test_a_message_that_a_failed_call_got_may_be_published_by_the_next_call() ->
     assert Order.objects.count() == 1
 
 
-@pytest.mark.parametrize("ahead", [timedelta(0), timedelta(days=1)])
-def test_a_message_that_a_failed_call_got_is_rolled_back_by_check_back(ahead: timedelta) -> None:
-    """Also if the clock was ahead when the message was made, and was set back before the call."""
+@pytest.mark.parametrize(
+    ("ahead", "is_random"), [(timedelta(0), False), (timedelta(days=1), False), (timedelta(0), True)]
+)
+def test_a_message_that_a_failed_call_got_is_rolled_back_by_check_back(ahead: timedelta, is_random: bool) -> None:
+    """Also if the clock was ahead when the message was made, and was set back before the call, or its id is random."""
     given = message("orders", {}, key="g")
+    if is_random:
+        object.__setattr__(given, "message_id", UUID("ffffffff-ffff-4fff-bfff-ffffffffffff"))
     object.__setattr__(given, "born_at", given.born_at + ahead)
     with pytest.raises(Refused):
         place_given(given, fail=True)

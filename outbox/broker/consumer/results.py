@@ -27,7 +27,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.groups import leases, redelivery, registration, send_back
 from outbox.broker.groups.redelivery import Redelivery
-from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan, describe
+from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan, cause_of, describe
 from outbox.errors import (
     HandlerNotStarted,
     KillsItsProcess,
@@ -80,18 +80,20 @@ class Outage:
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
-        self._error = ""
-        # The messages of each failed call in the present series. All calls of the series failed with `_error`, and no
+        self._error = self._cause = ""
+        # The messages of each failed call in the present series. All calls of the series failed with `_cause`, and no
         # two of them share a message.
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
-        # The time of the first failure with `_error`.
+        # The time of the first failure with `_cause`.
         self.since = 0.0
         self._is_over_time = False
         # Whether a handler has requested the length of the current pause.
         self._asked = False
         self.resume_at: float | None = None
+        # Whether a call has succeeded since the last outage began. An outage may also end without: at its longest time.
+        self.has_succeeded = False
 
     @property
     def error(self) -> str:
@@ -113,10 +115,17 @@ class Outage:
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
         before the request.
         """
-        if self._asked and self.resume_at is not None and now < self.resume_at:
+        if self._lasts_as_asked(now):
             return
+        self._reset()
+        self.has_succeeded = True
+
+    def _lasts_as_asked(self, now: float) -> bool:
+        return self._asked and self.resume_at is not None and now < self.resume_at
+
+    def _reset(self) -> None:
         self._asked = False
-        self._error = ""
+        self._error = self._cause = ""
         self._failed = []
         self._pauses = 0
         self._is_over_time = False
@@ -130,14 +139,18 @@ class Outage:
         """Record a call whose handler has said that its service is down. Return the time at which the pause ends."""
         return self._pause(error, now, pause_seconds)
 
-    def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
+    def failed(self, messages: Iterable[Hashable], error: str, now: float, cause: str = "") -> float | None:
         """Record that a call with these messages has failed.
 
+        `error` is shown to operators. Failures belong together if they have the same `cause`, by default the error.
         Return the end of the pause, or None if the failure counts as an attempt.
         """
-        if error != self._error:
-            self.succeeded(now)
-            self._error, self.since = error, now
+        cause = cause or error
+        if cause != self._cause:
+            if not self._lasts_as_asked(now):
+                self._reset()
+            self._cause, self.since = cause, now
+        self._error = error
         call = frozenset(messages)
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
         if len(self._failed) < _IN_A_ROW:
@@ -150,17 +163,23 @@ class Outage:
             # Until a call succeeds, there are no more pauses, and every failure counts as an attempt.
             self._is_over_time, self.resume_at = True, None
             return None
-        return self._pause(error, now)
+        return self._pause(error, now, cause=cause)
 
     def _pause(
-        self, error: str, now: float, wished_seconds: float | None = None, *, longest_seconds: float = math.inf
+        self,
+        error: str,
+        now: float,
+        wished_seconds: float | None = None,
+        *,
+        longest_seconds: float = math.inf,
+        cause: str = "",
     ) -> float:
         if not self._error:
             self.since = now
-        self._error = error
+        self._error, self._cause = error, cause or error
         self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:
-            self._began = now
+            self._began, self.has_succeeded = now, False
         elif now < self.resume_at:
             # This call was still running when the pause began, so its failure does not start another pause.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
@@ -701,7 +720,7 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
     elif isinstance(error, HandlerNotStarted) or is_refused(error):
         until = outage.not_started(text, now)
     elif _is_unexplained(work.subscribed.subscription, error):
-        until = outage.failed([(item.queue.key, item.offset) for item in items], text, now)
+        until = outage.failed([(item.queue.key, item.offset) for item in items], text, now, cause_of(error))
     else:
         return None
     if until is not None:

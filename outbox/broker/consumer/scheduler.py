@@ -527,7 +527,7 @@ class SubscriptionRunner:
                 pause_seconds=(self.outage.resume_at or now) - now,
             )
         else:
-            members.end_outage(run, instance, group_id, topic_id)
+            members.end_outage(run, instance, group_id, topic_id, has_succeeded=self.outage.has_succeeded)
         self._reported = pauses
 
 

@@ -230,7 +230,8 @@ def report_outage(
     run.execute(_REPORT_OUTAGE, {**place, "error": error, "ago": seconds_ago, "pause": pause_seconds})
 
 
-# The last process whose subscription continues records the incident, so a group has one for each outage of a topic.
+# The last process whose subscription continues records the incident, so a group has at most one for each outage of a
+# topic.
 _END_OUTAGE = Statement("""
 WITH ended AS (
     DELETE FROM {schema}.outage
@@ -241,16 +242,20 @@ INSERT INTO {schema}.incident (kind, subject, detail)
 SELECT 'outage', consumer_group.name || ' on ' || topic.name,
        'from ' || date_trunc('second', since) || ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error
 FROM ended JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
-WHERE NOT EXISTS (
+WHERE %(has_succeeded)s AND NOT EXISTS (
     SELECT FROM {schema}.outage other JOIN {schema}.consumer USING (group_id, instance_id)
     WHERE other.group_id = ended.group_id AND other.topic_id = ended.topic_id
       AND other.instance_id <> ended.instance_id AND expires_at > clock_timestamp())
 """)
 
 
-def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int) -> None:
-    """Remove the outage of a subscription of this instance, because the subscription continues, and record it."""
-    run.execute(_END_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id})
+def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int, *, has_succeeded: bool) -> None:
+    """Remove the outage of a subscription of this instance, because the subscription continues.
+
+    Record an incident only if a call has succeeded: otherwise the service may still be down.
+    """
+    place = {"instance": instance, "group_id": group_id, "topic_id": topic_id}
+    run.execute(_END_OUTAGE, {**place, "has_succeeded": has_succeeded})
 
 
 _LIVE: Final = """

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Final
 from uuid import UUID
 
@@ -89,12 +90,27 @@ def describe(error: BaseException) -> str:
     A line of outbox, of a driver or of the standard library would tell its reader nothing, so the last line of other
     code is named. If there is none, it is the last line that is not outbox's.
     """
-    lines = [error_line(error)]
+    places = _places(error)
+    return _text(error, [one for one in places if not _INSTALLED.search(one.filename)] or places)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return a text that two errors of one cause have in common: type, text, and the last line that is not outbox's.
+
+    A service that is down may fail at several lines of a handler, but at one line of its driver.
+    """
+    return _text(error, _places(error))
+
+
+def _places(error: BaseException) -> list[FrameSummary]:
     # "<string>" is the generated code of a dataclass.
-    places = [one for one in frames_of(error) if not one.filename.startswith((_OUTBOX, "<"))]
-    own = [one for one in places if not _INSTALLED.search(one.filename)] or places
-    if own:
-        lines.append(f"  raised in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}")
+    return [one for one in frames_of(error) if not one.filename.startswith((_OUTBOX, "<"))]
+
+
+def _text(error: BaseException, places: Sequence[FrameSummary]) -> str:
+    lines = [error_line(error)]
+    if places:
+        lines.append(f"  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")
     return storable("\n".join(lines))[:LONGEST_TEXT]
 
 

@@ -1,6 +1,7 @@
 """Replace times that are in the future, because the server's clock was ahead when they were written.
 
-After the clock is set back, an undecided transaction would be checked, and a retry delivered, only at these times.
+After the clock is set back, an undecided transaction would be checked, and a retry delivered, only at these times. Only
+a retry that is due in more than 366 days is replaced: an earlier one may have a wait that its policy allows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.names import MAX_DELAY_SECONDS
 
-# Of two servers, the clocks may differ by less. The immunity of a transaction begins anew.
+# Of two servers, the clocks may differ by less. The immunity of a transaction begins anew. The next passes replace what
+# is above the limit.
 _TRANSACTIONS: Final = Statement("""
 WITH ahead AS MATERIALIZED (
     SELECT transaction_id, stored_at, immune_until - stored_at AS immunity
     FROM {schema}.pending_check WHERE stored_at > now() + interval '1 minute'
-    ORDER BY transaction_id FOR UPDATE SKIP LOCKED
+    ORDER BY transaction_id LIMIT 10000 FOR UPDATE SKIP LOCKED
 ), replaced AS (
     UPDATE {schema}.pending_check pending
     SET stored_at = now(), immune_until = now() + immunity, due_at = now() + immunity

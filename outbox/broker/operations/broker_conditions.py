@@ -737,13 +737,18 @@ def waits(run: Executor) -> Mapping[tuple[str, str], Fact]:
     return found
 
 
+def _unrefused(state: BrokerState) -> list[Fact]:
+    """Return the outages for which the condition `outage` holds. The others are facts of `connections_refused`."""
+    return [fact for fact in state.once(outages) if not says_refused(fact["error"])]
+
+
 def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     found: list[Judged] = []
     waiting = state.once(waits)
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
-        if not paused and any(is_held_up(one, outage) for outage in state.once(outages)):
+        if not paused and any(is_held_up(one, fact) for fact in _unrefused(state)):
             # The condition `outage` has these messages, because more consumers would not help.
             continue
         severity, age = _lag_of(state, one)
@@ -1004,12 +1009,15 @@ def hung_handlers(state: BrokerState) -> Counted:
 )
 def outage(state: BrokerState) -> Iterable[Judged]:
     found: list[Judged] = []
-    for fact in state.once(outages):
-        if not says_refused(fact["error"]):
-            waiting = [one for one in state.summary.groups if one.lag and is_held_up(one, fact)]
-            judged = [_lag_of(state, one)[0] for one in waiting if not one.paused]
-            named = {"group": fact["group"], "topic": fact["topic"], "messages": sum(one.lag for one in waiting)}
-            found.append((worse(Severity.WARNING, *judged), {**named, **fact}))
+    counted: set[tuple[str, str]] = set()
+    for fact in _unrefused(state):
+        waiting = [one for one in state.summary.groups if one.lag and is_held_up(one, fact)]
+        # A group has one retry queue for all its topics. Its messages are counted at the group's first outage.
+        waiting = [one for one in waiting if (one.group, one.topic) not in counted]
+        counted |= {(one.group, one.topic) for one in waiting}
+        judged = [_lag_of(state, one)[0] for one in waiting if not one.paused]
+        named = {"group": fact["group"], "topic": fact["topic"], "messages": sum(one.lag for one in waiting)}
+        found.append((worse(Severity.WARNING, *judged), {**named, **fact}))
     return found
 
 

@@ -26,7 +26,7 @@ from outbox.contrib.tasks.api import (
     task_enqueued,
 )
 from outbox.errors import ConfigurationError, OutboxError
-from outbox.retry import RetryPolicy
+from outbox.retry import MAX_ATTEMPTS, RetryPolicy
 from outbox.topic import MessageType
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class TaskOptions:
     )
     timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
     max_attempts: int | None = setting(
-        1, or_none(whole(1, "attempts")), meaning="the maximum number of attempts of a failing task; `None`: no limit"
+        1,
+        or_none(whole(1, "attempts", most=MAX_ATTEMPTS)),
+        meaning="the maximum number of attempts of a failing task; `None`: no limit",
     )
     delays_seconds: Sequence[float] = setting(
         (10.0, 60.0, 600.0),

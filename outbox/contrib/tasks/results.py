@@ -16,6 +16,7 @@ from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
+from outbox.retry import MAX_ATTEMPTS
 from outbox.utils.safe_text import class_path, printable
 from outbox.utils.safe_text import storable as storable_text
 
@@ -68,8 +69,8 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
     """Return the entry as a TaskResult. Raises ConfigurationError if the entry's task no longer exists."""
     workers = list(entry.worker_ids)
-    # The tasks API counts the attempts by their workers.
-    workers[_FIRST:_FIRST] = [""] * (entry.attempts - len(workers))
+    # The tasks API counts the attempts by their workers. A task without a limit must not fill the memory with them.
+    workers[_FIRST:_FIRST] = [""] * (min(entry.attempts, MAX_ATTEMPTS) - len(workers))
     result: TaskResult[..., Any] = TaskResult(
         task=task or task_of(entry),
         id=str(entry.id),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -135,6 +136,25 @@ def test_an_outage_is_recognised_after_few_calls_for_any_size_of_batch(orders: C
     assert orders.rows("SELECT count(*) FROM outbox.failure") == [(0,)]
 
 
+def test_a_service_that_fails_at_two_lines_of_a_handler_is_an_outage(
+    orders: ConsumptionBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(delivery: Delivery) -> None:
+        calls.append(delivery)
+        if len(calls) % 2:
+            json.loads("away")
+        json.loads("away")
+
+    calls: list[Delivery] = []
+    orders.declare("single", queues=1)
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(12)])
+    policy = RetryPolicy(delays_seconds=[3600])
+    orders.runtime((subscribe(topic="single", threads=1, retry=policy), ask)).run_once()
+    assert len(calls) < 12, "the subscription pauses"
+    [told, *_] = [record.getMessage() for record in caplog.records if "seems to be down" in record.getMessage()]
+    assert "raised in ask," in told, "the line of the handler is shown"
+
+
 def test_poison_alone_in_the_world_ends_in_the_dead_letters(orders: ConsumptionBench) -> None:
     """Alone it looks like an outage; that is assumed no longer than a series of attempts takes."""
     world = World(poison=range(4))
@@ -186,7 +206,10 @@ def test_what_is_in_a_row() -> None:
     # One that ran already does not make the pause longer; one after it does.
     assert outage.failed("x", "E: away", 0.5) == 1.0
     assert outage.failed("x", "E: away", 1.0) == 3.0
+    assert outage.failed("x", "F: other", 4.0) is None
+    assert outage.error == "" and not outage.has_succeeded, "the service may still be down"
     outage.succeeded()
+    assert outage.has_succeeded
     assert outage.admits(0.0, running=True) and outage.error == ""
     for name in "ab":
         assert outage.failed(name, "E: away", 0.0) is None

@@ -78,6 +78,36 @@ def test_an_outage_has_the_lag_of_its_group_and_rises_with_it(world: World, oper
     assert order.index("outage") < order.index("lag")
 
 
+def test_a_group_whose_connections_are_refused_still_lags(world: World) -> None:
+    """The condition `connections_refused` counts no messages. The control is another error."""
+    place = failing(world, "OperationalError: FATAL:  sorry, too many clients already")
+    world.publish(2)
+    world.age(7200)
+    summary.refresh(world.run)
+    assert "lag" in {one.name for one in look().verdict.conditions}
+    members.report_outage(world.run, *place, _LOCK)
+    assert "lag" not in {one.name for one in look().verdict.conditions}
+
+
+def test_retries_are_counted_at_the_first_outage_of_their_group(world: World) -> None:
+    instance, group_id, topic_id = failing(world)
+    world.publish(1)
+    ensure_retry_queue(world.run, group_id, topic_id)
+    [(other,)] = world.sql(
+        "INSERT INTO outbox.topic (name, message_types, queue_count) SELECT 'bills', message_types, 1 FROM outbox.topic"
+        " WHERE name = 'orders' RETURNING topic_id"
+    )
+    members.report_outage(world.run, instance, group_id, other, _LOCK)
+    world.sql(
+        "INSERT INTO outbox.consume_queue (queue_id, queue_offset, log_id, attempt)"
+        " SELECT queue_id, 0, log_id, 1 FROM outbox.queue JOIN outbox.topic USING (topic_id), outbox.commit_log"
+        " WHERE retry_of IS NOT NULL"
+    )
+    summary.refresh(world.run)
+    facts = {fact["topic"]: fact["messages"] for fact in outage_of().evidence}
+    assert facts == {"orders": 2, "bills": 0}
+
+
 def test_a_card_gives_the_first_failure_the_next_call_and_all_lines_of_the_error(
     world: World, operator: Client
 ) -> None:
@@ -105,17 +135,18 @@ def test_groups_workers_queues_and_messages_name_the_outage(world: World, operat
     assert "CONTEXT: of a table" in shown[f"messages/{message_id}/"]
     call_command("outbox_group", "offsets", "mail", stdout=(out := StringIO()))
     assert "outage: OperationalError" in out.getvalue()
-    members.end_outage(world.run, *place)
+    members.end_outage(world.run, *place, has_succeeded=False)
     for path in shown:
         assert "outage" not in text_of(page(operator, path)), path
 
 
 def test_the_end_of_an_outage_is_an_incident_of_its_last_process(world: World, operator: Client) -> None:
+    members.end_outage(world.run, *failing(world), has_succeeded=False)
     first, second = failing(world), failing(world)
-    members.end_outage(world.run, *first)
+    members.end_outage(world.run, *first, has_succeeded=True)
     assert "mail on orders" not in page(operator, "incidents/")
-    members.end_outage(world.run, *second)
-    members.end_outage(world.run, *second)
+    members.end_outage(world.run, *second, has_succeeded=True)
+    members.end_outage(world.run, *second, has_succeeded=True)
     text = text_of(page(operator, "incidents/?kind=outage"))
     assert re.search(r"outage mail on orders from \S+ \S+ to \S+ \S+ OperationalError: canceling", text)
     assert text.count("mail on orders") == 1
@@ -138,6 +169,31 @@ def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(
         assert f"to end it SELECT pg_terminate_backend({holder.info.backend_pid})" in text_of(page(operator))
         world.run.connection.execute(str(facts["mail"]["to_end_it"]).encode())
         eventually(lambda: not any("lock_holder" in fact for fact in outage_of().evidence))
+
+
+def test_a_writer_is_only_a_possible_holder_and_ranks_after_a_lock_of_a_table(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(world)
+    failing(world, "QueryCanceled: canceling statement due to statement timeout", group="stock")
+    monkeypatch.setattr(lock_holders, "_SECONDS", 0)
+    with (
+        closing(psycopg.connect(alias_conninfo("default"), application_name="slow-writer")) as writer,
+        closing(psycopg.connect(alias_conninfo("default"))) as locker,
+    ):
+        writer.execute("DELETE FROM auth_group WHERE false")
+        facts = {fact["group"]: fact for fact in outage_of().evidence}
+        assert facts["mail"]["possible_lock_holder"] == f"session {writer.info.backend_pid} of slow-writer"
+        assert not {"lock_holder", "to_end_it"} & facts["mail"].keys()
+        assert "possible_lock_holder" not in facts["stock"], "a statement timeout is no sign of a lock"
+        locker.execute('CREATE TABLE "two\nlines" ()')
+        locker.commit()
+        locker.execute('DROP TABLE "two\nlines"')
+        [fact] = [fact for fact in outage_of().evidence if fact["group"] == "mail"]
+        locker.commit()
+        assert str(fact["lock_holder"]).startswith(f"session {locker.info.backend_pid} of ")
+        assert str(fact["lock_holder"]).endswith(", or 1 more")
+        assert "two\\nlines (AccessExclusive)" in str(fact["locks"])
 
 
 def test_retries_that_are_due_are_found_from_their_count(world: World, operator: Client) -> None:

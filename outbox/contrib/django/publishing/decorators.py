@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar, cast, overload
 from uuid import UUID
 
@@ -647,12 +647,15 @@ class _Block:
     published: Published | None = None
     # Ids of this process only grow, even if its clock is set back.
     began: UUID = field(default_factory=uuid7)
+    began_at: datetime = field(default_factory=functools.partial(datetime.now, UTC))
 
     def report_rollback(self) -> None:
         """Report the rollback to the broker, if the broker has a half message of the block."""
         if self.published is None or (half := self.published.half) is None:
             return
-        if half.messages[0].message_id > self.began:
+        first = half.messages[0]
+        # A message made before the block may have a random id.
+        if first.message_id > self.began and first.born_at > self.began_at:
             report_rollback(self.connection, half, self.published.xid)
         else:
             # The caller has this message, and may publish it again. The report has no answer, so it could arrive during
