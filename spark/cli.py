@@ -190,6 +190,7 @@ def _run(given: argparse.Namespace) -> int:
             print(f"outbox-reconcile: {for_people(str(error))} The next run judges the same rows.", file=sys.stderr)
             code = INCOMPLETE
         try:
+            progress.say(f"the next run begins in {given.every:g} s")
             time.sleep(given.every)
         except KeyboardInterrupt:
             return code
