@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Protocol
 
 from outbox.transaction import CheckCounts
 
@@ -41,15 +41,27 @@ class _Recorders:
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = recorders
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("_") or not hasattr(Recorder, name):
-            raise AttributeError(name)
+    def published(self, topics: Sequence[str], path: str, seconds: float) -> None:
+        for one in self._recorders:
+            one.published(topics, path, seconds)
 
-        def each(*arguments: Any, **named: Any) -> None:
-            for one in self._recorders:
-                getattr(one, name)(*arguments, **named)
+    def publish_failed(self, topics: Sequence[str], seconds: float, error: BaseException) -> None:
+        for one in self._recorders:
+            one.publish_failed(topics, seconds, error)
 
-        return each
+    def handled(
+        self, group: str, topic: str, waited: list[float], seconds: float, *, count: int, failures: Sequence[object]
+    ) -> None:
+        for one in self._recorders:
+            one.handled(group, topic, waited, seconds, count=count, failures=failures)
+
+    def ticked(self, seconds: float, appended: int) -> None:
+        for one in self._recorders:
+            one.ticked(seconds, appended)
+
+    def checked(self, producer_group: str, counts: CheckCounts) -> None:
+        for one in self._recorders:
+            one.checked(producer_group, counts)
 
 
 recorder: Recorder | None = None
@@ -62,7 +74,7 @@ def install(*chosen: Recorder) -> None:
     """Send this process's figures to the recorders `chosen` from now on. Without arguments, stop measuring."""
     global recorder, _installed
     _installed = chosen
-    recorder = cast(Recorder, _Recorders(chosen)) if len(chosen) > 1 else next(iter(chosen), None)
+    recorder = _Recorders(chosen) if len(chosen) > 1 else next(iter(chosen), None)
 
 
 def add(one: Recorder) -> None:

@@ -69,19 +69,20 @@ def in_utc(moment: datetime) -> datetime:
 
 def parse_look_back(text: str) -> float:
     """The seconds of a look back such as 7d. Raises UsageProblem for any other text."""
-    seconds = parse_duration(text)
-    if not seconds:
-        raise UsageProblem(
-            f"the look back {text!r} is not a duration: write a number and a unit, as in 7d or 12h, at most 36500d."
-        )
-    return seconds
+    return _span("look back", text, "7d or 12h")
 
 
 def parse_interval(text: str) -> float:
     """The seconds of an interval such as 1m. Raises UsageProblem for any other text."""
+    return _span("interval", text, "30s or 1m")
+
+
+def _span(what: str, text: str, examples: str) -> float:
     seconds = parse_duration(text)
     if not seconds:
-        raise UsageProblem(f"the interval {text!r} is not a duration: write a number and a unit, as in 30s or 1m.")
+        raise UsageProblem(
+            f"the {what} {text!r} is not a duration: write a number and a unit, as in {examples}, at most 36500d."
+        )
     return seconds
 
 

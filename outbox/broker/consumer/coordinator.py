@@ -176,8 +176,7 @@ class Coordinator:
 
     The parameter `ownership` connects the coordinator to the dispatching thread. `report` returns the running handler
     calls, which the heartbeat stores for operators, and it says whether the process drains. The coordinator's own
-    thread runs all methods except `start` and `stop`. Before `start`, another thread may call `run_once`; the thread of
-    the coordinator then begins with the pause after a round.
+    thread runs all methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
     """
 
     def __init__(
@@ -218,11 +217,13 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._pause_seconds = min(_LOOK_SECONDS, lease_seconds / 3)
-        self._has_begun = False
 
-    def start(self) -> None:
-        """Run the coordinator in a new thread until `stop` is called."""
-        self._thread = threading.Thread(target=self._run, name="outbox-coordinator", daemon=True)
+    def start(self, *, after_a_round: bool = False) -> None:
+        """Run the coordinator in a new thread until `stop` is called.
+
+        `after_a_round`: the caller has run the first round, so the thread begins with the pause after it.
+        """
+        self._thread = threading.Thread(target=self._run, args=[after_a_round], name="outbox-coordinator", daemon=True)
         self._thread.start()
 
     def stop(self, lent: BrokerConnection | None = None) -> None:
@@ -239,8 +240,8 @@ class Coordinator:
 
     # -- the thread -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        if self._has_begun:
+    def _run(self, after_a_round: bool) -> None:
+        if after_a_round:
             # A queue that is handed back does not end this pause, or each pass would connect before it leaves.
             self._stopping.wait(self._pause_seconds)
         while not self._stopping.is_set():
@@ -267,7 +268,6 @@ class Coordinator:
         a lease term, even if a statement only waits for a lock. Without a limit of one lease term, the leases could
         expire while the coordinator waits for the database.
         """
-        self._has_begun = True
         with (lent or self._connected()).within(time.monotonic() + self._term) as connection:
             self._turn(Executor(connection, self._database.schema))
 

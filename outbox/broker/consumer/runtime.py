@@ -251,7 +251,7 @@ class ConsumerSession:
         """Acquire queues, and from now on fetch only the messages that are in the queues now."""
         self.coordinator.run_once(self._lent())
         self.dispatcher.bound(self._run_in_current_life())
-        self.coordinator.start()
+        self.coordinator.start(after_a_round=True)
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
         """Make steps and wait between them, until the function `until` returns True after a step.

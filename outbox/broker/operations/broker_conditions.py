@@ -745,10 +745,11 @@ def _unrefused(state: BrokerState) -> list[Fact]:
 def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     found: list[Judged] = []
     waiting = state.once(waits)
+    holding_up = [] if paused else _unrefused(state)
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
-        if not paused and any(is_held_up(one, fact) for fact in _unrefused(state)):
+        if any(is_held_up(one, fact) for fact in holding_up):
             # The condition `outage` has these messages, because more consumers would not help.
             continue
         severity, age = _lag_of(state, one)

@@ -23,6 +23,7 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations import lock_holders
 from outbox.contrib.django.operations.watching import look
 from tests.django.broker_world import World
+from tests.django.console.test_remedies import page, text_of
 from tests.django.operators import working
 from tests.support import eventually
 
@@ -32,16 +33,6 @@ _LOCK = (
     "OperationalError: canceling statement due to lock timeout\nCONTEXT: of a table\n"
     "  raised in ship, /srv/logistics/ship.py:9"
 )
-
-
-def page(client: Client, path: str = "") -> str:
-    answer = client.get(f"/outbox/{path}")
-    assert answer.status_code == 200, answer.content
-    return answer.content.decode()
-
-
-def text_of(html: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", html).split())
 
 
 def failing(world: World, error: str = _LOCK, *, group: str = "mail") -> tuple[UUID, int, int]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -325,9 +325,12 @@ def leave_wrappers(connection: BaseDatabaseWrapper, known: Container[int]) -> bo
 
     Return whether there was one.
     """
-    left = [one for one in entered_wrappers(connection) if id(one) not in known]
+    wrappers = connection.execute_wrappers
+    if not isinstance(wrappers, WatchedWrappers):
+        return False
+    left = [one for one in wrappers.entered if id(one) not in known]
     for wrapper in left:
-        cast(WatchedWrappers, connection.execute_wrappers).leave(wrapper)
+        wrappers.leave(wrapper)
     return bool(left)
 
 

@@ -93,8 +93,12 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
     ]
 
 
-def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """Return a new connection in autocommit mode. Django's `connections` does not contain the connection."""
+def open_connection(alias: str, *, connect_seconds: int | None = None) -> BaseDatabaseWrapper:
+    """Return a new connection in autocommit mode. Django's `connections` does not contain the connection.
+
+    `connect_seconds`: the longest wait for the server, in place of the project's own; None keeps that one, and limits
+    the wait only within a deadline.
+    """
     connection = connections.create_connection(alias)
     options = dict(connection.settings_dict["OPTIONS"])
     # Do not use Django's pool: its connections still have the search path of their last user.
@@ -106,6 +110,8 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
         options["application_name"] = "outbox-ledger"
     if connection.vendor in ("postgresql", "mysql") and deadline.seconds_left() is not None:
         options.setdefault("connect_timeout", _CONNECT_SECONDS)
+    if connect_seconds is not None:
+        options["connect_timeout"] = connect_seconds
     connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     return connection
 

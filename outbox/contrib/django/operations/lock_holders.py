@@ -87,11 +87,10 @@ def _databases() -> list[str]:
 def _holders(alias: str) -> Iterator[tuple[tuple[bool, float], dict[str, Any]]]:
     """Yield a fact for each session in a database, after whether its lock is strong and the age of its transaction."""
     try:
-        with closing(open_connection(alias)) as connection:
-            connection.settings_dict["OPTIONS"]["connect_timeout"] = _CONNECT_SECONDS
-            with connection.cursor() as cursor:
-                cursor.execute(_HOLDERS, [_SECONDS])
-                rows = cursor.fetchall()
+        opened = open_connection(alias, connect_seconds=_CONNECT_SECONDS)
+        with closing(opened) as connection, connection.cursor() as cursor:
+            cursor.execute(_HOLDERS, [_SECONDS])
+            rows = cursor.fetchall()
     except (Error, ImproperlyConfigured):
         # The conditions and their errors are shown without it.
         return

@@ -1175,19 +1175,18 @@ def refuse_without_transaction(
     place = "no transaction is open" if using is None else f"no transaction is open on {using!r}"
     block = "transaction.atomic()" if using is None else f"transaction.atomic(using={using!r})"
     raise TransactionRequired(
-        f"the message for topic {first.topic!r} was not published: {place}, so the message would be sent "
-        f"even if your code fails afterwards. Put the write and the publish call into `with {block}:`. If no write "
-        f"belongs to the message, pass at_once=True.{elsewhere}"
+        f"the message for topic {first.topic!r} was not published: {place}, so the message would be sent even if your "
+        f"code fails afterwards. Put the write and the publish call into `with {block}:`. If no write belongs to the "
+        f"message, pass at_once=True.{elsewhere}"
     )
 
 
 def _at_once_in_transaction(first: Message, connection: BaseDatabaseWrapper) -> TransactionUsageError:
     return TransactionUsageError(
         f"the message for topic {first.topic!r} was not published: at_once=True was passed, but a transaction is open "
-        f"on {connection.alias!r}, and the message would be sent even if this transaction is rolled back. "
-        "Leave at_once out, so that the message is published with the transaction. If the message does not belong to "
-        "the transaction, publish it in "
-        f"`transaction.on_commit(…, using={connection.alias!r})`."
+        f"on {connection.alias!r}, and the message would be sent even if this transaction is rolled back. Leave "
+        "at_once out, so that the message is published with the transaction. If the message does not belong to the "
+        f"transaction, publish it in `transaction.on_commit(…, using={connection.alias!r})`."
     )
 
 
