@@ -178,7 +178,7 @@ class Leader:
         counts, began, ended = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
-        self._look_at = now if counts.more else now + self._idle_seconds(counts)
+        self._look_at = now if counts.more else now + self._idle_seconds(counts, now)
         pause = self._load.pause_seconds(max(counts.decisions, counts.appended), began, ended - began)
         if pause and counts.decisions > 1 and not counts.more:
             self._decided, self._gathers_until = True, ended + min(pause, self._settings.pace_seconds)
@@ -231,11 +231,11 @@ class Leader:
             measures.recorder.ticked(ended - began, counts.appended)
         return counts, began, ended
 
-    def _idle_seconds(self, counts: TickCounts) -> float:
-        """Return the time in seconds from this tick to the next tick if no notification arrives."""
+    def _idle_seconds(self, counts: TickCounts, now: float) -> float:
+        """Return the time in seconds from `now`, when this tick began, to the next tick if no notification arrives."""
         waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
         if self._part_works:
-            waits += [max(0.0, work.look_at - time.monotonic()) for work in self._part_works]
+            waits += [max(0.0, work.look_at - now) for work in self._part_works]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
         return min(waits)
