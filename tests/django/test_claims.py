@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 import pytest
 from django.db import connections, transaction
+from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from outbox import Delivery, Message
@@ -19,7 +21,7 @@ from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.database import effects
 from outbox.contrib.django.ledger import handled
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
-from outbox.contrib.django.subscribers import claims, registry
+from outbox.contrib.django.subscribers import claims, outside, registry
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.errors import (
     HandlerNotStarted,
@@ -46,20 +48,14 @@ def delivery(number: str = "one", message_id: UUID | None = None) -> Delivery:
     return Delivery(message=message, body={}, group="slow", queue="orders/0", offset=0)
 
 
-def run(
-    given: Delivery,
-    *,
-    generation: int = 1,
-    lease_seconds: float = 10.0,
-    claimed: Callable[[float], None] = lambda _: None,
-) -> Any:
+def run(given: Delivery, *, generation: int = 1, claimed: Callable[[float], None] = lambda _: None) -> Any:
     """Hand a delivery to the registered subscriber of group `slow`."""
     registered = next(
         item
         for item in registry.subscribers()
         if item.subscription.group == "slow" and item.subscription.topic == given.topic
     )
-    invoker = HandlerInvoker(lease_seconds=lease_seconds, has_generations=True)
+    invoker = HandlerInvoker(lease_seconds=10.0, has_generations=True)
     return invoker.claim(registered.subscription, registered.handler, given, claimed, generation=generation)
 
 
@@ -67,6 +63,18 @@ def replace_topic(given: Delivery, topic: str) -> Delivery:
     """The delivery, published to another topic."""
     message = Message(topic=topic, body=b"{}", key=given.key, message_id=given.message_id)
     return Delivery(message=message, body={}, group="slow", queue=f"{topic}/0", offset=0)
+
+
+@pytest.fixture
+def short_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim lasts 0.1 s, while the transactions of an attempt have the limits of a lease of 10 s."""
+    monkeypatch.setattr(outside, "TERM_LEASES", 0.01)
+
+
+def wait_for_renewals(claim: QuerySet[ClaimEntry]) -> None:
+    """Wait until the claim was renewed several times from now on."""
+    enough = claim.get().expires_at + timedelta(seconds=0.2)
+    eventually(lambda: claim.get().expires_at > enough)
 
 
 def in_thread(given: Delivery, **options: Any) -> Any:
@@ -314,6 +322,7 @@ def test_a_claimed_message_is_not_handled_a_second_time_meanwhile(alias: str) ->
     assert run(once) == SKIPPED
 
 
+@pytest.mark.usefixtures("short_terms")
 def test_a_claim_is_renewed_while_the_handler_runs() -> None:
     started, proceed = threading.Event(), threading.Event()
 
@@ -324,11 +333,9 @@ def test_a_claim_is_renewed_while_the_handler_runs() -> None:
 
     once = delivery()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once, lease_seconds=0.1)
+        first = pool.submit(in_thread, once)
         assert started.wait(20)
-        began = ClaimEntry.objects.get().claimed_at
-        # Longer than the term of three leases.
-        eventually(lambda: (ClaimEntry.objects.get().expires_at - began).total_seconds() > 0.9)
+        wait_for_renewals(ClaimEntry.objects.all())
         assert isinstance(run(once), ClaimedElsewhere)
         proceed.set()
         assert first.result(20) == HANDLED
@@ -343,11 +350,7 @@ def locked(text: str) -> Iterator[None]:
         yield
 
 
-def renewals_of(claim: ClaimEntry) -> bool:
-    """Whether the claim was renewed beyond its first three terms of 0.3 s."""
-    return (claim.expires_at - claim.claimed_at).total_seconds() > 1.2
-
-
+@pytest.mark.usefixtures("short_terms")
 @pytest.mark.parametrize("lock", ["the row of another claim", "the other database"])
 def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
     """A `finish` that waits, or a database that does not answer, delays the renewal of no other claim."""
@@ -370,13 +373,13 @@ def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
     deliveries = [delivery("1"), replace_topic(delivery("2"), "payments")]
     with ThreadPoolExecutor(2) as pool:
         try:
-            calls = [pool.submit(in_thread, deliveries[0], lease_seconds=0.1)]
+            calls = [pool.submit(in_thread, deliveries[0])]
             eventually(lambda: ClaimEntry.objects.count() == 1)
-            calls.append(pool.submit(in_thread, deliveries[1], lease_seconds=0.1))
+            calls.append(pool.submit(in_thread, deliveries[1]))
             mine = ClaimEntry.objects.using(alias).filter(message_id=deliveries[1].message_id)
             eventually(lambda: mine.exists())
             with locked(text):
-                eventually(lambda: renewals_of(mine.get()))
+                wait_for_renewals(mine)
         finally:
             proceed.set()
         assert [call.result(20) for call in calls] == [HANDLED, HANDLED]
@@ -457,6 +460,7 @@ def test_an_attempt_whose_claim_was_taken_over_stores_nothing(late: str, monkeyp
     assert not StepEntry.objects.exists()
 
 
+@pytest.mark.usefixtures("short_terms")
 def test_a_handler_past_its_time_limit_loses_its_claim() -> None:
     started, proceed = threading.Event(), threading.Event()
 
@@ -470,7 +474,7 @@ def test_a_handler_past_its_time_limit_loses_its_claim() -> None:
 
     once = delivery()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once, lease_seconds=0.1)
+        first = pool.submit(in_thread, once)
         assert started.wait(20)
         eventually(lambda: run(once) == HANDLED)
         proceed.set()
@@ -799,9 +803,10 @@ def test_an_async_handler_is_refused() -> None:
         async def slow(given: ClaimedDelivery) -> None: ...
 
 
+@pytest.mark.usefixtures("short_terms")
 def test_the_thread_that_renews_ends_with_the_last_claim() -> None:
     @subscriber("orders", group="slow", effects="outside")
     def slow(given: ClaimedDelivery) -> None: ...
 
-    assert run(delivery(), lease_seconds=0.1) == HANDLED
+    assert run(delivery()) == HANDLED
     eventually(lambda: claims.renewals["default"].thread is None)
