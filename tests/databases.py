@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -72,8 +73,9 @@ _SMALL: Final = 64 * 1024
 _SEQUENCES: Final = "SELECT seqrelid::regclass::text FROM pg_sequence ORDER BY 1"
 _REFERENCES: Final = "SELECT confrelid::regclass::text, conrelid::regclass::text FROM pg_constraint WHERE contype = 'f'"
 _END_SESSIONS: Final = """
-SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s AND backend_type <> 'autovacuum worker'
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND backend_type <> 'autovacuum worker'
 """
+_ENDING_SECONDS: Final = 5.0
 # With one of these no database can be renamed, nor dropped.
 _PREPARED: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = %s"
 
@@ -239,7 +241,7 @@ class Pool:
         """Its new name; None if it is gone, or if a session keeps it in use."""
         renamed = new_name()
         connection = self._administering
-        connection.execute(_END_SESSIONS, [name])
+        end_sessions(connection, name)
         if connection.execute(_PREPARED, [name]).fetchone():
             return None
         try:
@@ -256,6 +258,17 @@ def new_name() -> str:
     return f"outbox_test_{os.getpid()}_{next(_numbers)}"
 
 
+def end_sessions(connection: Connection, name: str) -> None:
+    """Wait until no session uses the database.
+
+    A session that a test has just closed takes a millisecond to end. If one is left, RENAME, DROP and
+    pg_terminate_backend each look again after a tenth of a second only.
+    """
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while connection.execute(_END_SESSIONS, [name]).fetchone() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
 def drop_databases(url: str, names: Iterable[str]) -> None:
     """Drop the existing ones, with their connections."""
     names = list(names)
@@ -263,6 +276,7 @@ def drop_databases(url: str, names: Iterable[str]) -> None:
         return
     with psycopg.connect(url, autocommit=True) as connection:
         for name in names:
+            end_sessions(connection, name)
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
