@@ -16,17 +16,22 @@ Value = TypeVar("Value")
 def eventually(
     condition: Callable[[], Value], *, within_seconds: float = 20.0, what: str | Callable[[], str] = ""
 ) -> Value:
-    """The first truthy value of `condition`, polled; AssertionError with its last value when time is up."""
+    """The first truthy value of `condition`, polled; AssertionError with its last value when time is up.
+
+    A condition that takes long is polled less often, so that it does not slow down what it waits for.
+    """
     pause = threading.Event()
     deadline = time.monotonic() + within_seconds
     while True:
+        began = time.monotonic()
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             text = what() if callable(what) else what
             raise AssertionError(f"not within {within_seconds} s: {text or condition}; last value: {value!r}")
-        pause.wait(0.02)
+        pause.wait(min(max(0.02, 2 * (now - began)), 0.1))
 
 
 def let_in(url: str, user: str) -> Path:
