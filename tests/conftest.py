@@ -18,7 +18,7 @@ from outbox.broker import embedded
 from tests import leftovers, libraries
 from tests.databases import Pool, drop_databases, new_name
 from tests.sample.browser import Chromium
-from tests.servers import RabbitMQ
+from tests.servers import RabbitMQ, copy_cluster
 from tests.wheel import Environments, build
 
 # On a loaded machine, an example takes longer than the 200 ms that Hypothesis allows by default.
@@ -234,6 +234,8 @@ def server_url() -> Iterator[str]:
     """The URL of a PostgreSQL in which databases can be created."""
     with leftovers.server_folder() as folder:
         data = folder / "data"
+        if embedded.URL_VARIABLE not in os.environ:
+            copy_cluster(data)
         url = embedded.server_url(data, settings=SERVER_SETTINGS)
         yield url
         if embedded.URL_VARIABLE not in os.environ:

@@ -1,4 +1,4 @@
-"""Servers of the tests' own, where they are installed: Redis and RabbitMQ."""
+"""Servers of the tests' own: PostgreSQL, and where they are installed, Redis and RabbitMQ."""
 
 from __future__ import annotations
 
@@ -9,11 +9,41 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from outbox.broker import embedded
+from tests import leftovers
 from tests.support import eventually
+
+
+@contextlib.contextmanager
+def private_postgres(**settings: str) -> Iterator[tuple[Path, str]]:
+    """A PostgreSQL of a test's own, in memory if there is room: its data directory and its URL."""
+    with leftovers.server_folder() as folder:
+        data = folder / "data"
+        copy_cluster(data)
+        try:
+            yield data, embedded.start(data, settings=settings)
+        finally:
+            embedded.stop(data)
+
+
+def copy_cluster(data: Path) -> None:
+    """Make the data directory of a new server: what initdb makes once in a run, copied.
+
+    Because initdb takes longer than most tests. All copies have the same system identifier.
+    """
+    made = Path(tempfile.gettempdir()) / "cluster"
+    server = embedded._server(made)
+    server._prepare()
+    with server._locked():
+        if not (made / "PG_VERSION").exists():
+            server._initialise()
+    subprocess.run(["cp", "--archive", "--no-target-directory", made, data], check=True)
 
 
 class private_redis:  # noqa: N801

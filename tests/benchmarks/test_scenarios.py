@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -20,19 +19,16 @@ from benchmarks.scenarios import cell, counting
 from benchmarks.scenarios.contract import EFFECT, ORDER, TABLES
 from benchmarks.scenarios.faults import SCENARIOS
 from outbox.broker import embedded
+from tests.servers import private_postgres
 
 
 @pytest.fixture
-def connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[psycopg.Connection]:
+def connection(monkeypatch: pytest.MonkeyPatch) -> Iterator[psycopg.Connection]:
     """A server of its own, because the scenarios need commit timestamps."""
     monkeypatch.delenv(embedded.URL_VARIABLE, raising=False)
-    url = embedded.start(tmp_path / "data", settings=cell.SERVER_SETTINGS)
-    try:
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(TABLES)
-            yield connection
-    finally:
-        embedded.stop(tmp_path / "data")
+    with private_postgres(**cell.SERVER_SETTINGS) as (_, url), psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(TABLES)
+        yield connection
 
 
 def test_lost_twice_late_and_unasked_effects_are_counted(connection: psycopg.Connection) -> None:

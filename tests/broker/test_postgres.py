@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from psycopg import errors as pg
@@ -31,6 +30,7 @@ from outbox.errors import (
 )
 from outbox.topic import Topic
 from tests.broker.support import TOPICS, drain, end, half, message, new_sequencer, queued_ids, wire
+from tests.servers import private_postgres
 from tests.support import eventually
 
 
@@ -220,14 +220,11 @@ def _backends(connection: BrokerConnection) -> set[int]:
 @pytest.fixture
 def own_server() -> Iterator[tuple[Path, str]]:
     """A server of this test alone: its data directory and the URL of a broker on it."""
-    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder) / "data"
-        url = embedded.start(data, settings={"max_connections": "40"})
+    with private_postgres(max_connections="40") as (data, url):
         with contextlib.closing(BrokerDatabase(url).open()) as connection:
             install(connection)
             declare_topics(Executor(connection, "outbox"), TOPICS)
         yield data, url
-        embedded.stop(data)
 
 
 def test_an_immediate_restart_of_the_server_while_sending(own_server: tuple[Path, str]) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -26,6 +25,7 @@ from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
 from tests.broker.support import TOPICS, another_consumer, assert_gapless, end, half, message, process, queued_ids
+from tests.servers import private_postgres
 from tests.support import eventually
 
 
@@ -155,9 +155,8 @@ def test_reconnect_after_pg_terminate_backend(
 
 @pytest.mark.slow
 def test_the_process_resumes_after_an_immediate_server_restart() -> None:
-    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
-        data = Path(folder) / "data"
-        database = BrokerDatabase(embedded.start(data, settings={"max_connections": "40"}))
+    with private_postgres(max_connections="40") as (data, url):
+        database = BrokerDatabase(url)
         with contextlib.closing(database.open()) as connection:
             install(connection)
             declare_topics(Executor(connection, "outbox"), TOPICS)
@@ -178,7 +177,6 @@ def test_the_process_resumes_after_an_immediate_server_restart() -> None:
                 assert len(queued_ids(connection)) == len(set(queued_ids(connection)))
                 assert_gapless(connection)
         broker.close()
-        embedded.stop(data)
 
 
 def _send_for_ever(broker: PostgresBroker, sent: list[object]) -> None:

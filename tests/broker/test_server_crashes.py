@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psycopg
 import pytest
@@ -36,6 +35,7 @@ from tests.broker.bench import AT_ONCE, TABLES, Seen
 from tests.broker.inbox import InboxInvoker
 from tests.broker.support import assert_gapless, process
 from tests.broker.traffic import LEDGER, Effects, Traffic, assert_took_effect, end_of, includes
+from tests.servers import private_postgres
 from tests.support import eventually
 
 TOPICS = (
@@ -48,9 +48,9 @@ SETTINGS = {"wal_writer_delay": "10s", "autovacuum": "off", "max_connections": "
 class Server:
     """A server of the test's own with a broker."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, url: str) -> None:
         self.data = data
-        self.database = BrokerDatabase(embedded.start(data, settings=SETTINGS))
+        self.database = BrokerDatabase(url)
         with contextlib.closing(self.database.open()) as connection:
             install(connection)
             declare_topics(Executor(connection, "outbox"), TOPICS)
@@ -97,11 +97,8 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
-        server = Server(Path(folder) / "data")
-        yield server
-        with contextlib.suppress(Exception):
-            embedded.stop(server.data)
+    with private_postgres(**SETTINGS) as (data, url):
+        yield Server(data, url)
 
 
 def _answers(url: str) -> bool:

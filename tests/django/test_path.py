@@ -28,9 +28,11 @@ from outbox.errors import (
     OutboxError,
     WrongDatabase,
 )
+from tests import leftovers
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order
 from tests.django.state import stored
+from tests.servers import copy_cluster
 
 NOWHERE = "postgresql://nobody@127.0.0.1:9/nothing"
 
@@ -62,8 +64,8 @@ class Twins:
 
 @pytest.fixture(scope="module")
 def servers(django_db_setup: None, django_db_blocker: Any) -> Iterator[Twins]:
-    with tempfile.TemporaryDirectory(prefix="outbox-twins-") as name, django_db_blocker.unblock():
-        folder = Path(name)
+    with leftovers.server_folder() as folder, django_db_blocker.unblock():
+        copy_cluster(folder / "a")
         original = embedded.create_database(embedded.start(folder / "a"), "shop")
         with _pointed(default=original, broker=original):
             call_command("migrate", database="default", run_syncdb=True, verbosity=0)

@@ -26,6 +26,7 @@ from tests.django.conftest import point_alias
 from tests.django.console.support import Site
 from tests.django.console.web_process import WebProcess, web_process
 from tests.django.operators import ALL, client_of, make_user
+from tests.servers import private_postgres
 
 
 @pytest.fixture
@@ -70,21 +71,17 @@ def site(world: World) -> Iterator[Site]:
 
 
 @pytest.fixture
-def own_server(
-    tmp_path: Path, databases: None, outbox_settings: Callable[..., None]
-) -> Iterator[tuple[Path, World, WebProcess]]:
+def own_server(databases: None, outbox_settings: Callable[..., None]) -> Iterator[tuple[Path, World, WebProcess]]:
     """Both databases on a PostgreSQL of this test's own."""
-    data = tmp_path / "data"
-    url = embedded.start(data)
     before = {alias: alias_conninfo(alias) for alias in ("default", "broker")}
-    try:
-        for alias in before:
-            point_alias(alias, embedded.create_database(url, f"own_{alias}"))
-            call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
-        with new_world(outbox_settings) as world, web_process(make_user(*ALL)) as web:
-            yield data, world, web
-    finally:
-        connections.close_all()
-        for alias, conninfo in before.items():
-            point_alias(alias, conninfo)
-        embedded.stop(data)
+    with private_postgres() as (data, url):
+        try:
+            for alias in before:
+                point_alias(alias, embedded.create_database(url, f"own_{alias}"))
+                call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+            with new_world(outbox_settings) as world, web_process(make_user(*ALL)) as web:
+                yield data, world, web
+        finally:
+            connections.close_all()
+            for alias, conninfo in before.items():
+                point_alias(alias, conninfo)
