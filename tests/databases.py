@@ -62,7 +62,9 @@ WHERE relkind IN ('r', 'm', 'p') AND NOT relisshared AND relname NOT IN ('pg_sta
         + pg_stat_get_analyze_count(oid) + pg_stat_get_autoanalyze_count(oid) > 0
 """
 # A crash of the server sets all counts to 0, and this time to that of its new start.
-_COUNTED_FROM: Final = "SELECT datid, stats_reset FROM pg_stat_database WHERE datname = current_database()"
+_COUNTED_FROM: Final = """
+SELECT oid, pg_stat_get_db_stat_reset_time(oid) FROM pg_database WHERE datname = current_database()
+"""
 _STATISTICS: Final = "DELETE FROM pg_catalog.pg_statistic WHERE starelid >= %s"
 _SIZES: Final = """
 SELECT oid::regclass::text, pg_table_size(oid), relpages, reltuples FROM pg_class WHERE oid = ANY(%s::regclass[])
