@@ -95,7 +95,8 @@ def test_check_role_settles_what_a_lost_end_left_open() -> None:
         faults.arm("")
     assert decisions() == {"lost-end": None}
     with process(["-m", "django", "outbox_worker", "--role", "check"]):
-        eventually(lambda: decisions() == {"lost-end": "C"}, within_seconds=20)
+        # Two processes start, one after the other.
+        eventually(lambda: decisions() == {"lost-end": "C"}, within_seconds=60)
 
 
 def test_a_child_that_cannot_work_logs_the_reason_and_exits_with_2() -> None:

@@ -78,12 +78,12 @@ def test_joins_2_to_4_consumers_while_messages_flow(orders: ConsumptionBench, mo
 
 
 def test_leaving_hands_over_at_once_and_costs_no_redelivery(orders: ConsumptionBench) -> None:
-    processes = started(orders, 2, mode="key_ordered", seconds=0.002, lease_seconds=30.0, inbox=False)
+    processes = started(orders, 2, mode="key_ordered", seconds=0.002, lease_seconds=120.0, inbox=False)
     orders.publish(keyed("orders", 1_000, 100))
     eventually(lambda: orders.effect_count() >= 200)
-    # With a term of 30 s, the other one can finish in time only if the leases are released.
+    # With a term of 120 s, the other one can finish in time only if the leases are released.
     assert orders.stop(processes[0]) == 0
-    eventually(lambda: orders.lag("g") == 0)
+    eventually(lambda: orders.lag("g") == 0, within_seconds=60)
     assert_each_once_in_order(orders.effects(), 1_000)
 
 
