@@ -1,8 +1,8 @@
 """The core works without its parts, and no part needs another one in silence.
 
 A module that imports or names a missing one is found in the sources, for each part; what is found at run time only, in
-one copy without all of them. There, `.ci/run` also runs the quick start and one half of the core's suite, and mypy in a
-copy without two parts: others after each commit (`make removal TURN=1`).
+one copy without all of them. There, `.ci/run` also runs the quick start, mypy and one half of the core's suite, and
+before that the quick start and mypy in a copy without two parts: others after each commit.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def test_control_a_statement_on_a_table_of_a_part_is_found(core: Copy, planted: 
     values, plus_part = "VALUES ($1, 'C')", "SELECT $1, 'C' WHERE NOT EXISTS (SELECT FROM outbox_saga)"
     assert values in planted[LEDGER]
     (core.folder / LEDGER).write_text(planted[LEDGER].replace(values, plus_part), encoding="utf-8")
+    _, with_two_databases = core.quick_starts()
     with pytest.raises(NotRemovable, match='relation "outbox_saga" does not exist'):
-        core.check_quick_start()
+        core.run_quick_start(with_two_databases)
 
 
 def test_each_part_has_its_turn() -> None:
