@@ -41,7 +41,6 @@ def role_name(schema: str, role: Role) -> str:
 # The functions through which a publisher writes. They run with the rights of their owner.
 PUBLISHING: Final = (
     "append_batch",
-    "append_half",
     "append_one",
     "make_checks_due",
     "publish",

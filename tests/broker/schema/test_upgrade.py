@@ -123,7 +123,7 @@ def test_the_old_code_publishes_on_the_upgraded_tables(
         with contextlib.closing(PostgresBroker(BrokerDatabase(broker_url))) as broker:
             broker.send([message()])
             broker.send_half(half())
-        assert count(connection, FILLED) == 1
+        assert count(connection, FILLED) == 2
         assert count(connection, "SELECT count(*) FROM outbox.commit_log") == 2
 
 
