@@ -6,14 +6,12 @@ server instead.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pwd
 import stat
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +19,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from outbox.broker.database.connection import read_conninfo
-from outbox.broker.private_server import PrivateServer
+from outbox.broker.private_server import PrivateServer, one_process
 from outbox.errors import BrokerUnavailable, ConfigurationError
 
 URL_VARIABLE: Final = "OUTBOX_POSTGRES_URL"
@@ -112,24 +110,11 @@ def _server(data_directory: Path) -> PrivateServer:
     binaries = utils.POSTGRES_VERSIONS[utils.TARGET_POSTGRES_VERSION]
     account = pwd.getpwuid(os.geteuid())
     if account.pw_uid == 0:
-        with _one_process(binaries):
+        # Two processes that both run `useradd` for the same missing user both succeed, and one user id is lost.
+        with one_process(binaries):
             account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
         if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
             # A strict umask has made the installed files unreadable for other users. The files come from a public
             # package, so every user may read them.
             utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
     return PrivateServer(binaries, data_directory.resolve(), account)
-
-
-@contextmanager
-def _one_process(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the block.
-
-    Two processes that both run `useradd` for the same missing user both succeed, and one of the two user ids is lost.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -43,6 +43,17 @@ _START_SECONDS: Final = 60
 _SETTLE_SECONDS: Final = 10.0
 
 
+@contextlib.contextmanager
+def one_process(folder: Path) -> Iterator[None]:
+    """Let one of several processes at a time run the block, by a lock on the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class PrivateServer:
     """PostgreSQL's programs in `binaries`, a data directory, and the account that runs the server."""
@@ -54,7 +65,7 @@ class PrivateServer:
     def start(self, settings: Mapping[str, str]) -> str:
         """Start the server unless it runs, and return its URL. Raises OSError or subprocess.SubprocessError."""
         self._prepare()
-        with self._locked():
+        with one_process(self.data):
             if not (self.data / "PG_VERSION").exists():
                 self._initialise()
             changed = self._restrict()
@@ -94,16 +105,6 @@ class PrivateServer:
                 if not mode & stat.S_IXOTH:
                     folder.chmod(mode | stat.S_IXOTH)
             os.chown(self.data, self.account.pw_uid, self.account.pw_gid)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Let only one of several processes start the server."""
-        descriptor = os.open(self.data, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _initialise(self) -> None:
         access = ("--auth-local=peer", "--auth-host=reject")

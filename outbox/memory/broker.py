@@ -12,7 +12,7 @@ from uuid import UUID
 from outbox.codec import Codecs
 from outbox.errors import InvalidMessage, ProducerFenced
 from outbox.memory.consumers import ConsumerGroups, DeadLetter
-from outbox.memory.log import CheckBackSide, Log
+from outbox.memory.log import Log, Transaction
 from outbox.message import Message, SendReceipt
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.recall import Recall, RecallStatus
@@ -27,7 +27,6 @@ from outbox.transaction import (
     EndStatus,
     EndTransaction,
     HalfTransaction,
-    ParkReason,
     ProducerEpoch,
 )
 
@@ -53,7 +52,7 @@ class InMemoryBroker:
         self._clock = clock
         self._advanced = timedelta()
         self._log = Log(topics, auto_create_topics=auto_create_topics, now=self.now)
-        self._checks = CheckBackSide(self._log, check or CheckSettings(), now=self.now, report=self._note_incident)
+        self._check = check or CheckSettings()
         self.groups = ConsumerGroups(self._log, codecs=codecs or Codecs(), invoker=invoker, now=self.now)
 
     def copy(self) -> InMemoryBroker:
@@ -61,9 +60,6 @@ class InMemoryBroker:
         with self._log.lock:
             shared = [self._clock, *self._log.immutable(), *self.groups.immutable()]
             return copy.deepcopy(self, {id(one): one for one in shared})
-
-    def _note_incident(self, text: str) -> None:
-        self.incidents.append(text)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -97,7 +93,8 @@ class InMemoryBroker:
         with self._log.lock:
             self._check_epoch(half.producer)
             self._log.check_accepts(half.messages, transactional=True)
-            immune_until = self._checks.first_due(half.immunity_seconds)
+            immunity = self._check.immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
+            immune_until = self.now() + timedelta(seconds=immunity)
             transaction = self._log.store(half.messages, half=half, immune_until=immune_until)
             if transaction.decision is not Decision.UNKNOWN:
                 raise InvalidMessage(
@@ -154,8 +151,28 @@ class InMemoryBroker:
     # -- check-back -----------------------------------------------------------------------------
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
+        """Claim the group's undecided half messages that are due for a check. This broker parks none of them."""
         with self._log.lock:
-            return self._checks.claim(producer_group, limit)
+            due = [(t, t.half) for t in self._log.undecided() if t.half is not None and t.due_at <= self.now()]
+            mine = [one for one in due if one[1].producer_group == producer_group]
+            return [self._claimed(*one) for one in mine[:limit]]
+
+    def _claimed(self, transaction: Transaction, half: HalfTransaction) -> Check:
+        now = self.now()
+        may_write = now >= transaction.immune_until
+        transaction.due_at = (
+            now + timedelta(seconds=self._check.recheck_seconds) if may_write else transaction.immune_until
+        )
+        return Check(
+            transaction_id=transaction.transaction_id,
+            producer_group=half.producer_group,
+            ledger_id=half.ledger_id,
+            message=half.messages[0],
+            stored_at=transaction.stored_at,
+            age_seconds=(now - transaction.stored_at).total_seconds(),
+            checks=transaction.checks,
+            may_write=may_write,
+        )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         with self._log.lock:
@@ -175,7 +192,7 @@ class InMemoryBroker:
             )
         transaction = self._log.find(answer.transaction_id)
         assert transaction is not None, "there is no transaction for this answer: answer only claimed checks"
-        self._checks.postpone(transaction, answer)
+        transaction.checks += answer.counts and self.now() >= transaction.immune_until
         return None
 
     # -- operator actions ---------------------------------------------------------------------------
@@ -216,7 +233,9 @@ class InMemoryBroker:
 
     def hint_one_way(self, transaction_id: UUID) -> None:
         with self._log.lock:
-            self._checks.hint(transaction_id)
+            transaction = self._log.find(transaction_id)
+            if transaction is not None:
+                transaction.due_at = min(transaction.due_at, self.now())
 
     def flush(self, *, within_seconds: float) -> bool:
         """Return True, because this broker executes every request at once, and no request is still to be sent."""
@@ -241,15 +260,6 @@ class InMemoryBroker:
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
-    def parked(self) -> dict[UUID, ParkReason]:
-        """Return the parked transactions with their reasons.
-
-        An end message, or an answer to a check, can still decide a parked transaction.
-        """
-        with self._log.lock:
-            self._checks.park_overdue()
-            return {one.transaction_id: one.parked for one in self._log.undecided() if one.parked is not None}
-
     # -- consuming ------------------------------------------------------------------------------
 
     @property
@@ -264,7 +274,6 @@ class InMemoryBroker:
     def visible(self, topic: str) -> list[Message]:
         """Return the messages that consumers of a topic can see, in the order of the queues and their offsets."""
         with self._log.lock:
-            self._checks.park_overdue()
             self._log.sequence()
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 

@@ -1,4 +1,4 @@
-"""The storage of the in-memory broker: messages, their decisions and checks, and the queues that consumers read.
+"""The storage of the in-memory broker: messages, their decisions, and the queues that consumers read.
 
 The caller of a method must hold the log's lock.
 """
@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import MappingProxyType
 from uuid import UUID
 
@@ -20,15 +20,7 @@ from outbox.message import Message, SendReceipt
 from outbox.recall import RecallStatus
 from outbox.time_limit import ends_at
 from outbox.topic import Topic, select_shard
-from outbox.transaction import (
-    GROUP_AWAY_SECONDS,
-    Answer,
-    Check,
-    CheckSettings,
-    Decision,
-    HalfTransaction,
-    ParkReason,
-)
+from outbox.transaction import Decision, HalfTransaction
 
 
 @dataclass
@@ -49,18 +41,19 @@ class Entry:
 
 @dataclass
 class Transaction:
-    """Messages that are decided together. `half` is None if they were sent without a half message."""
+    """Messages that are decided together. `half` is None if they were sent without a half message.
+
+    `due_at`: the time of the next check.
+    """
 
     transaction_id: UUID
     half: HalfTransaction | None
     stored_at: datetime
     immune_until: datetime
+    due_at: datetime
     entries: list[Entry] = field(default_factory=list)
     decision: Decision = Decision.UNKNOWN
-    due_at: datetime | None = None
     checks: int = 0
-    parked: ParkReason | None = None
-    asked_at: datetime | None = None
 
 
 class Log:
@@ -123,9 +116,8 @@ class Log:
             )
         if first in known:
             return known[first].transaction
-        transaction = Transaction(
-            messages[0].message_id, half, self._now(), immune_until or self._now(), due_at=immune_until
-        )
+        now = self._now()
+        transaction = Transaction(first, half, now, immune_until or now, immune_until or now)
         self._transactions[transaction.transaction_id] = transaction
         for message in messages:
             if message.message_id in self._entries:
@@ -231,120 +223,12 @@ class Log:
             (entry.message.topic, entry.message.key): entry.log_id
             for transaction in reversed(self.undecided())
             for entry in reversed(transaction.entries)
-            if self._holds_up_its_key(entry)
+            if self._topics[entry.message.topic].is_fifo and entry.message.deliver_at is None
         }
-
-    def _holds_up_its_key(self, entry: Entry) -> bool:
-        topic = self._topics[entry.message.topic]
-        released = entry.transaction.parked is not None and topic.on_park == "release"
-        return topic.is_fifo and entry.message.deliver_at is None and not released
 
     def queues_of(self, topic: str) -> list[tuple[int, list[Entry]]]:
         """Return the queues of a topic that have entries, by number. The index of an entry is its offset."""
         return sorted(
             ((number, queue) for (name, number), queue in self._queues.items() if name == topic),
             key=lambda item: item[0],
-        )
-
-
-class CheckBackSide:
-    """Check-back for the undecided transactions of a log.
-
-    The rules are those of the PostgreSQL broker (outbox/broker/transaction).
-    """
-
-    def __init__(
-        self, log: Log, settings: CheckSettings, *, now: Callable[[], datetime], report: Callable[[str], None]
-    ) -> None:
-        self._log = log
-        self._settings = settings
-        self._now = now
-        self._report = report
-        self._seen_at: dict[str, datetime] = {}
-
-    def first_due(self, immunity_seconds: int | None) -> datetime:
-        """Return the end of the immunity for a half message that is stored now."""
-        immunity = self._settings.immunity_seconds if immunity_seconds is None else immunity_seconds
-        return self._in(immunity)
-
-    def hint(self, transaction_id: UUID) -> None:
-        """Make the transaction due for a check now."""
-        transaction = self._log.find(transaction_id)
-        if transaction is not None and transaction.due_at is not None:
-            transaction.due_at = min(transaction.due_at, self._now())
-
-    def claim(self, producer_group: str, limit: int) -> list[Check]:
-        """Claim the group's due transactions, parked transactions last.
-
-        If the group has not claimed any checks for GROUP_AWAY_SECONDS, its parked transactions become due.
-        """
-        if self._is_away(producer_group):
-            self._ask_parked(producer_group)
-        self._seen_at[producer_group] = self._now()
-        due = [t for t in self._of(producer_group) if t.due_at is not None and t.due_at <= self._now()]
-        due.sort(key=lambda transaction: transaction.parked is not None)
-        for transaction in due[:limit]:
-            transaction.asked_at = self._now()
-            transaction.due_at = self._next_due(transaction)
-        return [self._as_check(transaction) for transaction in due[:limit]]
-
-    def _next_due(self, transaction: Transaction) -> datetime:
-        if transaction.parked is not None:
-            return self._in(self._settings.parked_recheck_seconds)
-        if self._now() < transaction.immune_until:
-            return transaction.immune_until
-        return self._in(self._settings.recheck_seconds)
-
-    def _ask_parked(self, producer_group: str) -> None:
-        not_since = self._in(-GROUP_AWAY_SECONDS)
-        for transaction in self._of(producer_group):
-            if transaction.parked is not None and (transaction.asked_at is None or transaction.asked_at < not_since):
-                transaction.due_at = self._now()
-
-    def postpone(self, transaction: Transaction, answer: Answer) -> None:
-        """Count an UNKNOWN answer. If the limit is reached, park the transaction."""
-        transaction.checks += answer.counts and self._now() >= transaction.immune_until
-        if transaction.parked is None and transaction.checks >= self._settings.max_checks:
-            self._park(transaction, ParkReason.CHECKS, self._in(self._settings.parked_recheck_seconds))
-
-    def park_overdue(self) -> None:
-        """Park the transactions that are older than the age limit, with or without answers."""
-        for transaction in self._log.undecided():
-            over_at = transaction.immune_until + timedelta(seconds=self._settings.max_age_seconds)
-            if transaction.half is None or transaction.parked is not None or self._now() <= over_at:
-                continue
-            if self._is_away(transaction.half.producer_group):
-                self._park(transaction, ParkReason.UNANSWERED, self._now())
-            else:
-                self._park(transaction, ParkReason.AGE, self._in(self._settings.parked_recheck_seconds))
-
-    def _park(self, transaction: Transaction, reason: ParkReason, due_at: datetime) -> None:
-        transaction.parked = reason
-        transaction.due_at = due_at
-        self._report(f"parked {transaction.transaction_id}: {reason}, after {transaction.checks} checks")
-        # If the topic has on_park='release', later messages of the key pass the parked message.
-        self._log.sequence()
-
-    def _of(self, producer_group: str) -> list[Transaction]:
-        return [t for t in self._log.undecided() if t.half is not None and t.half.producer_group == producer_group]
-
-    def _is_away(self, producer_group: str) -> bool:
-        seen_at = self._seen_at.get(producer_group)
-        return seen_at is None or seen_at < self._in(-GROUP_AWAY_SECONDS)
-
-    def _in(self, seconds: float) -> datetime:
-        return self._now() + timedelta(seconds=seconds)
-
-    def _as_check(self, transaction: Transaction) -> Check:
-        half = transaction.half
-        assert half is not None
-        return Check(
-            transaction_id=transaction.transaction_id,
-            producer_group=half.producer_group,
-            ledger_id=half.ledger_id,
-            message=half.messages[0],
-            stored_at=transaction.stored_at,
-            age_seconds=(self._now() - transaction.stored_at).total_seconds(),
-            checks=transaction.checks,
-            may_write=self._now() >= transaction.immune_until,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 from outbox.transaction import CheckCounts
 
@@ -35,33 +36,20 @@ class Recorder(Protocol):
         """Record one pass of check-back."""
 
 
-class _Recorders:
-    """Sends each figure to several recorders."""
+def _together(recorders: Sequence[Recorder]) -> Recorder:
+    """Return a recorder that sends each figure to several recorders."""
 
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = recorders
+    def each(name: str) -> Callable[..., None]:
+        methods = [getattr(one, name) for one in recorders]
 
-    def published(self, topics: Sequence[str], path: str, seconds: float) -> None:
-        for one in self._recorders:
-            one.published(topics, path, seconds)
+        def send(*values: object, **named: object) -> None:
+            for method in methods:
+                method(*values, **named)
 
-    def publish_failed(self, topics: Sequence[str], seconds: float, error: BaseException) -> None:
-        for one in self._recorders:
-            one.publish_failed(topics, seconds, error)
+        return send
 
-    def handled(
-        self, group: str, topic: str, waited: list[float], seconds: float, *, count: int, failures: Sequence[object]
-    ) -> None:
-        for one in self._recorders:
-            one.handled(group, topic, waited, seconds, count=count, failures=failures)
-
-    def ticked(self, seconds: float, appended: int) -> None:
-        for one in self._recorders:
-            one.ticked(seconds, appended)
-
-    def checked(self, producer_group: str, counts: CheckCounts) -> None:
-        for one in self._recorders:
-            one.checked(producer_group, counts)
+    names = ("published", "publish_failed", "handled", "ticked", "checked")
+    return cast(Recorder, SimpleNamespace(**{name: each(name) for name in names}))
 
 
 recorder: Recorder | None = None
@@ -74,7 +62,7 @@ def install(*chosen: Recorder) -> None:
     """Send this process's figures to the recorders `chosen` from now on. Without arguments, stop measuring."""
     global recorder, _installed
     _installed = chosen
-    recorder = _Recorders(chosen) if len(chosen) > 1 else next(iter(chosen), None)
+    recorder = _together(chosen) if len(chosen) > 1 else next(iter(chosen), None)
 
 
 def add(one: Recorder) -> None:

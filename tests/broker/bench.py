@@ -11,7 +11,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.leading import Sequencer
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import run_broker
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
+from tests.broker.support import process
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,11 +87,11 @@ class ConsumptionBench:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def close(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+        for child in self._processes:
+            if child.poll() is None:
+                child.send_signal(signal.SIGCONT)
+                child.kill()
+            child.wait()
         self.connection.close()
         self._sequencer_connection.close()
         self.broker.close()
@@ -119,15 +118,9 @@ class ConsumptionBench:
 
     @contextlib.contextmanager
     def sequencing(self) -> Iterator[None]:
-        """A broker process's loop in a thread, for tests that run consumers meanwhile."""
-        stop = threading.Event()
-        thread = threading.Thread(target=run_broker, args=(self.database, stop))
-        thread.start()
-        try:
+        """The broker process as a thread, for tests that run consumers meanwhile."""
+        with process(self.database):
             yield
-        finally:
-            stop.set()
-            thread.join(20)
 
     # -- consuming in this process --------------------------------------------------------------
 
@@ -214,9 +207,6 @@ class ConsumptionBench:
 
     def retrying(self) -> int:
         return int(self.rows("SELECT count(*) FROM outbox.scheduled")[0][0])
-
-    def last_queued_at(self) -> datetime:
-        return self.rows("SELECT clock_timestamp()")[0][0]  # type: ignore[no-any-return]
 
     def assert_conserved(self, group: str) -> None:
         """Every stored position accounts for each entry before it, and nothing is left."""

@@ -50,11 +50,11 @@ UNREADABLE = {
 }
 _ONE = """
 SELECT outbox.append_one(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
-    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, '', false)
+    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, '', false, false, NULL, NULL)
 """
 _HALF = """
-SELECT outbox.append_half(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
-    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, 'shop', 60, NULL)
+SELECT outbox.append_one(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
+    %(headers)s, %(born_at)s, %(deliver_at)s, NULL, 'shop', true, true, 60, NULL)
 """
 _BATCH = """
 SELECT outbox.append_batch(%(message_id)s, ARRAY[%(message_id)s::uuid, %(other)s], ARRAY[%(born_at)s::timestamptz,

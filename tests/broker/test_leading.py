@@ -74,20 +74,6 @@ def test_a_leader_waits_for_more_decisions_only_under_load() -> None:
     assert load.pause_seconds(1, now + 1.0, 0.003) == 0.0, "nothing was published for a second"
 
 
-def test_a_slower_machine_waits_from_a_lower_rate_on() -> None:
-    slow, fast = Load(), Load()
-    found, _ = pauses(slow, messages=4, every=4 / 300, took=0.006, now=1000.0)
-    assert found[-1] == pytest.approx(0.03)
-    found, _ = pauses(fast, messages=1, every=1 / 1000, took=0.0008, now=1000.0)
-    assert set(found) == {0.0}
-
-
-def test_a_leader_does_not_wait_for_more_than_a_hundred_messages() -> None:
-    # 50,000 messages per second.
-    found, _ = pauses(Load(), messages=500, every=0.01, took=0.008, now=1000.0)
-    assert found[-1] == pytest.approx(0.002, rel=0.06)
-
-
 def test_the_lease_is_taken_from_a_process_that_stands_in(
     database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

@@ -8,30 +8,28 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from psycopg import errors as pg
 
-from outbox.broker import embedded
-from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, reached_server
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Pool, reached_server
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.schema.install import install
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
     InvalidMessage,
-    SchemaError,
     SendFailed,
 )
 from outbox.topic import Topic
-from tests.broker.support import TOPICS, drain, end, half, message, new_sequencer, queued_ids, wire
-from tests.servers import private_postgres
+from tests.broker.support import drain, end, half, message, new_sequencer, queued_ids, wire
+from tests.broker.test_server_crashes import Server, server
 from tests.support import eventually
+
+__all__ = ["server"]
 
 
 def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: BrokerConnection) -> None:
@@ -67,13 +65,6 @@ def test_a_topic_that_a_restore_took_away_takes_no_message(
             commit_log.append_decided(run, broker.catalog, several, transactional=True)
     assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (2,)
     assert broker.send([kept])[0].position is not None
-
-
-def test_a_database_without_the_tables(new_database: object, server_url: str) -> None:
-    broker = PostgresBroker(BrokerDatabase(server_url, schema="nothing_here"))
-    with pytest.raises(SchemaError, match="not installed"):
-        broker.send([message()])
-    broker.close()
 
 
 def test_an_unreachable_server_fails_within_the_deadline() -> None:
@@ -217,42 +208,25 @@ def _backends(connection: BrokerConnection) -> set[int]:
     return {row[0] for row in rows}
 
 
-@pytest.fixture
-def own_server() -> Iterator[tuple[Path, str]]:
-    """A server of this test alone: its data directory and the URL of a broker on it."""
-    with private_postgres(max_connections="40") as (data, url):
-        with contextlib.closing(BrokerDatabase(url).open()) as connection:
-            install(connection)
-            declare_topics(Executor(connection, "outbox"), TOPICS)
-        yield data, url
-
-
-def test_an_immediate_restart_of_the_server_while_sending(own_server: tuple[Path, str]) -> None:
-    data, url = own_server
-    database = BrokerDatabase(url)
+def test_an_immediate_restart_of_the_server_while_sending(server: Server) -> None:
+    database = server.database
     broker = PostgresBroker(database)
     broker.send([message()])
     sent: list[object] = []
-    failed = 0
     stop = threading.Event()
 
     def send() -> None:
-        nonlocal failed
         while not stop.is_set():
             one = message()
-            try:
+            with contextlib.suppress(BrokerUnavailable, SendFailed):
                 broker.send([one], timeout_seconds=5)
-            except (BrokerUnavailable, SendFailed):
-                failed += 1
-            else:
                 sent.append(one.message_id)
 
     thread = threading.Thread(target=send)
     thread.start()
     eventually(lambda: len(sent) > 20)
-    os.kill(embedded.postmaster_pid(data), signal.SIGQUIT)
-    eventually(lambda: not (data / "postmaster.pid").exists() or not _alive(data))
-    embedded.start(data, settings={"max_connections": "40"})
+    server.crash()
+    server.start()
     count = len(sent)
     eventually(lambda: len(sent) > count + 20)
     stop.set()
@@ -263,14 +237,6 @@ def test_an_immediate_restart_of_the_server_while_sending(own_server: tuple[Path
         found = queued_ids(connection)
     assert len(found) == len(set(found))
     assert set(sent) <= set(found), "nothing acknowledged is lost"
-
-
-def _alive(data: Path) -> bool:
-    try:
-        os.kill(embedded.postmaster_pid(data), 0)
-    except (ProcessLookupError, FileNotFoundError, IndexError):
-        return False
-    return True
 
 
 def test_identity_distinguishes_databases(database: BrokerDatabase, server_url: str) -> None:
@@ -328,3 +294,27 @@ def test_a_half_message_of_another_transaction_is_refused(broker: PostgresBroker
     broker.send_half(half(first, second))
     with pytest.raises(InvalidMessage, match="belongs to transaction"):
         broker.send_half(half(second))
+
+
+# -- the producer's pool of connections --
+
+
+def test_a_connection_is_kept_for_the_next_call(server_url: str) -> None:
+    pool = Pool(BrokerDatabase(server_url))
+    first = pool.lend(time.monotonic() + 60, lambda connection: connection)
+    assert pool.lend(time.monotonic() + 60, lambda connection: connection) is first
+    pool.close()
+    assert first.closed
+
+
+def test_what_is_given_back_to_a_closed_pool_is_closed(server_url: str) -> None:
+    """Like a thread that was in the middle of a call."""
+    pool = Pool(BrokerDatabase(server_url))
+
+    def close_the_pool(connection: BrokerConnection) -> BrokerConnection:
+        pool.close()
+        assert not connection.closed
+        return connection
+
+    assert pool.lend(time.monotonic() + 60, close_the_pool).closed
+    assert pool.lend(time.monotonic() + 60, lambda connection: connection).closed

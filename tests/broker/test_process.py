@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -13,41 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Announcements, Channel, listen
 from outbox.broker.log import commit_log
-from outbox.broker.log.topics import TopicCatalog, declare_topics
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.broker.sequencer.leader_lease import LeaderLease
-from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
-from tests.broker.support import TOPICS, another_consumer, assert_gapless, end, half, message, process, queued_ids
-from tests.servers import private_postgres
+from tests.broker.support import assert_gapless, message, process, queued_ids
 from tests.support import eventually
 
 
 def _all_queued(connection: BrokerConnection, sent: list[object]) -> Callable[[], bool]:
     return lambda: sorted(queued_ids(connection)) == sorted(sent)  # type: ignore[type-var]
-
-
-@contextlib.contextmanager
-def listening(database: BrokerDatabase, channel: Channel) -> Iterator[Announcements]:
-    with database.connect(name="outbox-test") as connection:
-        listen(Executor(connection, database.schema), channel)
-        yield Announcements(connection)
-
-
-def test_the_process_sequences_and_announces(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    another_consumer(connection)
-    with listening(database, Channel.QUEUED) as announcements, process(database):
-        [receipt] = broker.send([message()])
-        eventually(lambda: queued_ids(connection) == [receipt.message_id])
-        eventually(lambda: announcements.wait(1))
 
 
 @pytest.mark.parametrize("listen", ["", None])
@@ -103,24 +81,6 @@ def test_a_dead_leader_is_replaced_within_a_lease_term(
             assert _leader(connection) != first
 
 
-def test_a_stopped_leader_that_wakes_up_does_no_harm(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    with _child(database) as leading:
-        first = eventually(lambda: _leader(connection))
-        sent: list[object] = [broker.send([message()])[0].message_id]
-        eventually(_all_queued(connection, sent))
-        leading.send_signal(signal.SIGSTOP)
-        with process(database):
-            eventually(lambda: _leader(connection) not in (None, first))
-            sent += [broker.send([message()])[0].message_id for _ in range(20)]
-            eventually(_all_queued(connection, sent))
-            leading.send_signal(signal.SIGCONT)
-            sent += [broker.send([message()])[0].message_id for _ in range(20)]
-            eventually(_all_queued(connection, sent))
-            assert_gapless(connection)
-
-
 def test_a_leader_that_ends_is_replaced_at_once(database: BrokerDatabase, connection: BrokerConnection) -> None:
     with process(database):
         eventually(lambda: _leader(connection))
@@ -151,37 +111,6 @@ def test_reconnect_after_pg_terminate_backend(
                 " WHERE datname = current_database() AND application_name = 'outbox-broker'"
             )
     assert_gapless(connection)
-
-
-@pytest.mark.slow
-def test_the_process_resumes_after_an_immediate_server_restart() -> None:
-    with private_postgres(max_connections="40") as (data, url):
-        database = BrokerDatabase(url)
-        with contextlib.closing(database.open()) as connection:
-            install(connection)
-            declare_topics(Executor(connection, "outbox"), TOPICS)
-        broker = PostgresBroker(database)
-        with process(database):
-            sent: list[object] = [broker.send([message()])[0].message_id]
-            decided = half()
-            broker.send_half(decided)
-            os.kill(embedded.postmaster_pid(data), signal.SIGQUIT)
-            with pytest.raises(BrokerUnavailable):
-                _send_for_ever(broker, sent)
-            embedded.start(data, settings={"max_connections": "40"})
-            sent.append(broker.send([message()], timeout_seconds=10)[0].message_id)
-            broker.end([end(decided.transaction_id)])
-            sent.append(decided.transaction_id)
-            with contextlib.closing(database.open()) as connection:
-                eventually(lambda: set(sent) <= set(queued_ids(connection)))
-                assert len(queued_ids(connection)) == len(set(queued_ids(connection)))
-                assert_gapless(connection)
-        broker.close()
-
-
-def _send_for_ever(broker: PostgresBroker, sent: list[object]) -> None:
-    while True:
-        sent.append(broker.send([message()], timeout_seconds=0.5)[0].message_id)
 
 
 def test_the_process_waits_for_its_tables(new_database: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,6 @@ from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.transaction import checks, parking
 from outbox.memory import InMemoryBroker
 from outbox.memory.consumers import InMemoryConsumers
 from outbox.message import Message
@@ -46,9 +45,6 @@ class Bench(Protocol):
 
     def incidents(self) -> list[str]:
         """The incidents that the broker reported."""
-
-    def parked(self) -> dict[uuid.UUID, str]:
-        """Transactions past the check limits, after maintenance has looked; with the reason."""
 
     def let_time_pass(self, seconds: float) -> None:
         """Make what is stored so much older."""
@@ -91,9 +87,6 @@ class MemoryBench:
 
     def incidents(self) -> list[str]:
         return self.broker.incidents
-
-    def parked(self) -> dict[uuid.UUID, str]:
-        return {transaction_id: str(reason) for transaction_id, reason in self.broker.parked().items()}
 
     def let_time_pass(self, seconds: float) -> None:
         self.broker.advance(seconds)
@@ -158,16 +151,6 @@ class PostgresBench:
     def incidents(self) -> list[str]:
         rows = self._connection.execute("SELECT kind || ' ' || subject || ': ' || detail FROM outbox.incident")
         return [row[0] for row in rows]
-
-    def parked(self) -> dict[uuid.UUID, str]:
-        run = Executor(self._connection, "outbox")
-        checks.scan(run, settings=CHECKS)
-        parking.park_overdue(run, settings=CHECKS)
-        rows = self._connection.execute(
-            "SELECT transaction_id, park_reason FROM outbox.pending_check WHERE parked_at IS NOT NULL"
-            " AND transaction_id NOT IN (SELECT transaction_id FROM outbox.op_log)"
-        )
-        return {row[0]: row[1] for row in rows}
 
     def let_time_pass(self, seconds: float) -> None:
         let_time_pass(self._connection, seconds)

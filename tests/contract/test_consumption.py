@@ -54,14 +54,6 @@ def test_delivery_has_the_fields_of_the_published_message(any_path: Bench) -> No
     )
 
 
-def test_rolled_back_messages_reach_no_handler(any_path: Bench) -> None:
-    received: list[Delivery] = []
-    any_path.subscribe(Subscription(group="points", topic="orders"), received.append)
-    any_path.publish(messages(5), commit=False)
-    any_path.drain()
-    assert received == []
-
-
 def test_messages_of_one_key_keep_their_order(any_path: Bench) -> None:
     received: list[Delivery] = []
     any_path.subscribe(Subscription(group="points", topic="steps", threads=1), received.append)

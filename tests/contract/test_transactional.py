@@ -149,21 +149,6 @@ def test_unknown_is_asked_again_until_it_is_decided(bench: Bench) -> None:
     assert ids(bench.visible("orders")) == ids(one.messages)
 
 
-def test_past_the_limits_it_is_parked_and_a_late_end_still_decides(bench: Bench) -> None:
-    one = half(message())
-    bench.broker.send_half(one)
-    checker = AnswerWith(lambda check: Decision.UNKNOWN)
-    for _ in range(5):
-        check_back(bench, checker)
-    assert len(checker.asked) == 3
-    assert bench.parked() == {one.transaction_id: "checks"}
-    assert any("parked" in incident for incident in bench.incidents())
-    assert bench.visible("orders") == []
-    assert bench.broker.end([end(one, Decision.COMMIT)]) == [EndStatus.APPLIED]
-    assert ids(bench.visible("orders")) == ids(one.messages)
-    assert bench.parked() == {}
-
-
 def test_answer_that_does_not_count_uses_up_no_check(bench: Bench) -> None:
     one = half(message())
     bench.broker.send_half(one)
@@ -180,7 +165,6 @@ def test_no_producer_of_the_group_alive_uses_up_no_check_and_a_restart_decides(b
     bench.broker.send_half(one)
     for _ in range(5):
         check_back(bench, AnswerWith(lambda check: Decision.ROLLBACK))
-    assert bench.parked() == {}
     returned = AnswerWith(lambda check: Decision.COMMIT)
     check_back(bench, returned, group="away")
     assert [check.checks for check in returned.asked] == [0]

@@ -274,7 +274,7 @@ def test_each_app_records_its_own_and_names_the_package_that_it_needs() -> None:
     expected = {
         f"{prometheus}|": "PrometheusRecorder",
         f"{opentelemetry}|": "OpenTelemetryRecorder",
-        f"{prometheus} {opentelemetry}|": "_Recorders",
+        f"{prometheus} {opentelemetry}|": "SimpleNamespace",
         f"{prometheus}|prometheus_client": "install outbox-transactional[metrics]",
         f"{opentelemetry}|opentelemetry": "install outbox-transactional[tracing]",
     }

@@ -66,9 +66,6 @@ class RocketMQBench:
     def incidents(self) -> list[str]:
         return []
 
-    def parked(self) -> dict[uuid.UUID, str]:
-        return {}
-
     def let_time_pass(self, seconds: float) -> None:
         raise NotImplementedError("the server has a clock of its own")
 

@@ -17,7 +17,6 @@ from tests.contract import (
     test_consumers,
     test_consumption,
     test_fencing,
-    test_parking,
     test_recall,
     test_switches,
     test_time,
@@ -33,7 +32,6 @@ SUITE = (
     test_consumers,
     test_consumption,
     test_fencing,
-    test_parking,
     test_recall,
     test_switches,
     test_time,
@@ -65,7 +63,6 @@ LACKING: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "test_past_the_limits_it_is_parked_and_a_late_end_still_decides",
             "test_answer_that_does_not_count_uses_up_no_check",
             "test_no_producer_of_the_group_alive_uses_up_no_check_and_a_restart_decides",
             "test_per_message_immunity_is_honoured_without_using_up_checks",
@@ -107,7 +104,6 @@ LACKING: Mapping[str, str] = {
 }
 LACKING_MODULES: Mapping[ModuleType, str] = {
     test_fencing: "producers with a transactional id",
-    test_parking: "It stops after `transactionCheckMax`",
     test_recall: "recall of messages that it has stored",
     test_switches: "rejectTransactionMessage",
 }

@@ -55,24 +55,18 @@ SELECT * FROM {schema}.append_batch(
 )
 """)
 
-# The types of the first eleven parameters of the statements for one message (see _one).
-_ONE: Final = (UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMPTZ, TIMESTAMPTZ, FLOAT8)
-
-_DECIDED_ONE: Final = Statement(
+# One message. `_one` returns the first eleven parameters.
+_ONE: Final = Statement(
     """
-    SELECT * FROM {schema}.append_one($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
+    SELECT * FROM {schema}.append_one(
+        $1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15, $16
+    )
     """,
-    (*_ONE, TEXT, BOOLEAN),
+    (
+        *(UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMPTZ, TIMESTAMPTZ, FLOAT8),
+        *(TEXT, BOOLEAN, BOOLEAN, INTEGER, UUID_),
+    ),
     (BIGINT, TEXT, TEXT),
-)
-
-
-_HALF_ONE: Final = Statement(
-    """
-    SELECT {schema}.append_half($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14)
-    """,
-    (*_ONE, TEXT, INTEGER, UUID_),
-    (BIGINT,),
 )
 
 _FIND: Final = Statement("""
@@ -116,7 +110,7 @@ def append_prepared(
     try:
         if len(rows) == 1:
             [(log_id, started_at, database)] = all_rows(
-                run, _DECIDED_ONE, (*_one(rows[0]), producer_group, transactional)
+                run, _ONE, (*_one(rows[0]), producer_group, transactional, False, None, None)
             )
             log_ids = [] if log_id is None else [log_id]
         else:
@@ -155,8 +149,8 @@ def append_half(
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
     immunity_seconds = default_immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
     if len(rows) == 1:
-        values = (half.producer_group, immunity_seconds, half.ledger_id)
-        [(log_id,)] = all_rows(run, _HALF_ONE, (*_one(rows[0]), *values))
+        values = (half.producer_group, True, True, immunity_seconds, half.ledger_id)
+        [(log_id, _, _)] = all_rows(run, _ONE, (*_one(rows[0]), *values))
         log_ids = [] if log_id is None else [log_id]
     else:
         given = {
@@ -191,7 +185,7 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
 
 
 def _one(row: Prepared) -> tuple[Any, ...]:
-    """Return the first eleven parameters of the statements for one message."""
+    """Return the first eleven parameters of `_ONE`."""
     message = row.message
     return (
         message.message_id,

@@ -15,23 +15,11 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.subscription import Start
 
-_HEADS = Statement("""
-SELECT q.queue_id, greatest(q.floor, coalesce(newest.queue_offset + 1, 0))
-FROM {schema}.queue q
-LEFT JOIN LATERAL (
-    SELECT e.queue_offset FROM {schema}.consume_queue e WHERE e.queue_id = q.queue_id
-    ORDER BY e.queue_offset DESC LIMIT 1
-) AS newest ON true
-WHERE q.queue_id = ANY(%(queue_ids)s::integer[])
-""")
+_HEADS = Statement("SELECT queue_id, head FROM {schema}.queue_head WHERE queue_id = ANY(%(queue_ids)s::integer[])")
 
 
 def heads(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
-    """Return the next offset of each queue, from its rows and its floor.
-
-    Retention raises the floor of a queue when it removes rows. So the returned offset is also right for a queue without
-    rows.
-    """
+    """Return the next offset of each queue, also of one without entries, whose floor retention has raised."""
     return dict(run.rows(_HEADS, {"queue_ids": integers(list(queue_ids))}))
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
@@ -55,54 +55,13 @@ UPDATE {schema}.queue SET closing = true
 WHERE topic_id = %(topic_id)s AND layout < %(layout)s AND closed_at IS NULL
 """)
 
-# Every declared topic, a `TopicRow` each.
+# Every declared topic, a row for `known_topic` each.
 ALL_TOPICS: Final = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
        on_limit, searchable, over_limit ->> 'reason' AS over_limit,
        CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_messages() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
-
-
-@dataclass(frozen=True, slots=True)
-class TopicRow:
-    topic_id: int
-    name: str
-    message_types: list[str]
-    queue_count: int
-    key_lock: bool
-    on_park: str
-    retention_seconds: int
-    backlog_limit: int | None
-    on_limit: str
-    searchable: bool
-    over_limit: str | None
-    uncounted: int | None
-
-    def known(self) -> KnownTopic:
-        return KnownTopic(
-            self.topic_id,
-            Topic(
-                name=self.name,
-                types=frozenset(map(MessageType, self.message_types)),
-                queue_count=self.queue_count,
-                key_lock=self.key_lock,
-                on_park=self.on_park,
-                retention_seconds=self.retention_seconds,
-                backlog_limit=self.backlog_limit,
-                on_limit=self.on_limit,
-                searchable=self.searchable,
-            ),
-            self._reason(),
-        )
-
-    def _reason(self) -> str | None:
-        if self.over_limit is None and (self.uncounted or 0) > (self.backlog_limit or 0):
-            return (
-                f"no process leads, and {self.uncounted} messages were stored since the backlog was last counted "
-                f"(the limit is {self.backlog_limit}). Start a worker"
-            )
-        return self.over_limit
 
 
 _ORDINARY_TYPES: Final = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
@@ -126,6 +85,19 @@ class KnownTopic:
         takes_ordinary = self.over_limit is None and not is_fifo and types >= _ORDINARY_TYPES
         object.__setattr__(self, "locks_keys", is_fifo and self.topic.key_lock)
         object.__setattr__(self, "takes_ordinary", takes_ordinary)
+
+
+def known_topic(
+    *, topic_id: int, message_types: list[str], over_limit: str | None, uncounted: int | None, **columns: Any
+) -> KnownTopic:
+    """Return the topic of a row of `ALL_TOPICS`."""
+    topic = Topic(types=frozenset(map(MessageType, message_types)), **columns)
+    if over_limit is None and (uncounted or 0) > (topic.backlog_limit or 0):
+        over_limit = (
+            f"no process leads, and {uncounted} messages were stored since the backlog was last counted "
+            f"(the limit is {topic.backlog_limit}). Start a worker"
+        )
+    return KnownTopic(topic_id, topic, over_limit)
 
 
 class Prepared(NamedTuple):
@@ -171,7 +143,8 @@ def list_topics(run: Executor) -> list[Topic]:
 
 
 def _read(run: Executor) -> dict[str, KnownTopic]:
-    return {row.name: row.known() for row in run.objects(TopicRow, ALL_TOPICS)}
+    found = [known_topic(**row) for row in run.objects(dict, ALL_TOPICS)]
+    return {known.topic.name: known for known in found}
 
 
 _ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")

@@ -281,10 +281,8 @@ CREATE UNLOGGED TABLE life_sign (
 
 -- How far the half scan has read, by snapshot; the newest row counts.
 CREATE TABLE half_scan (
-    scan_id    bigint      PRIMARY KEY,
-    snapshot   pg_snapshot NOT NULL,
-    moved      integer     NOT NULL,
-    scanned_at timestamptz NOT NULL DEFAULT now()
+    scan_id  bigint      PRIMARY KEY,
+    snapshot pg_snapshot NOT NULL
 );
 
 -- The producer groups of each database role that has the role publish. Other roles with INSERT on op_log need no row. A
@@ -346,7 +344,6 @@ CREATE TABLE producer_epoch (
     transactional_id text        NOT NULL,
     -- Raised by each instance that takes the id over; messages with a lower epoch are refused.
     epoch            bigint      NOT NULL,
-    initialised_at   timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (producer_group, transactional_id)
 );
 
@@ -539,7 +536,6 @@ CREATE TABLE vanished_trial (
     log_id      bigint      NOT NULL,
     instance_id uuid        NOT NULL,
     host        text        NOT NULL,
-    vanished_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (group_id, log_id, instance_id),
     FOREIGN KEY (group_id, log_id) REFERENCES quarantined_message ON DELETE CASCADE
 );
@@ -644,7 +640,6 @@ CREATE TABLE missing_transaction (
     producer_group text        NOT NULL,
     alias          text        NOT NULL,
     at             timestamptz NOT NULL,
-    found_at       timestamptz NOT NULL DEFAULT now(),
     settled_at     timestamptz,
     PRIMARY KEY (transaction_id, kind)
 );
@@ -798,6 +793,6 @@ FROM pg_control_system() c;
 INSERT INTO tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
 VALUES (0, '1:1:', 1, 0, '{}', '{}', true);
 
-INSERT INTO half_scan (scan_id, snapshot, moved) VALUES (0, '1:1:', 0);
+INSERT INTO half_scan (scan_id, snapshot) VALUES (0, '1:1:');
 
 INSERT INTO resync (incarnation, reason, snapshot) VALUES (1, 'installed', '1:1:');

@@ -19,6 +19,7 @@ from psycopg import sql
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.schema.catalogue import SchemaObject, objects
 
 
 class Role(enum.StrEnum):
@@ -41,7 +42,6 @@ def role_name(schema: str, role: Role) -> str:
 # The functions through which a publisher writes. They run with the rights of their owner.
 PUBLISHING: Final = (
     "append_batch",
-    "append_half",
     "append_one",
     "make_checks_due",
     "publish",
@@ -75,19 +75,6 @@ _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
 _READ_ONLY: Final = ("publisher", "schema_version")
 _WRITES: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
-_OBJECTS: Final = Statement("""
-SELECT CASE WHEN relkind = 'S' THEN 'SEQUENCE' WHEN relkind IN ('v', 'm') THEN 'VIEW' ELSE 'TABLE' END AS kind,
-       relname::text AS name, quote_ident(relname) AS identity, pg_get_userbyid(relowner)::text AS owner
-FROM pg_class
-WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'S')
-  -- The sequence of an identity column has the owner of its table.
-  AND (relkind <> 'S' OR NOT EXISTS (SELECT FROM pg_depend WHERE objid = pg_class.oid AND deptype = 'i'))
-UNION ALL
-SELECT 'FUNCTION', proname::text, quote_ident(proname) || '(' || pg_get_function_identity_arguments(oid) || ')',
-       pg_get_userbyid(proowner)::text
-FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
-ORDER BY 1, 3
-""")
 _STATE: Final = Statement("""
 SELECT current_user::text, (SELECT rolsuper FROM pg_roles WHERE rolname = current_user),
        ARRAY(SELECT rolname::text FROM pg_roles WHERE rolname = ANY (%(roles)s)),
@@ -115,14 +102,6 @@ class _State:
     used: list[str]
     owns: bool
     may_show_sessions: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    kind: str
-    name: str
-    identity: str
-    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +156,7 @@ def create_role(name: str) -> str:
 def tables_to_own(run: Executor) -> list[str]:
     """Return the tables that `plan` would give to the role own, which locks them."""
     own = role_name(run.schema, Role.OWN)
-    return [one.name for one in _objects(run) if one.kind == "TABLE" and one.owner != own]
+    return [one.name for one in objects(run) if one.kind == "TABLE" and one.owner != own]
 
 
 def renew(run: Executor) -> None:
@@ -191,18 +170,14 @@ def renew(run: Executor) -> None:
             run.connection.execute(statement.encode())
 
 
-def _objects(run: Executor) -> list[_Object]:
-    return run.objects(_Object, _OBJECTS, {"schema": run.schema})
-
-
 def _rights(run: Executor, state: _State) -> Iterator[str]:
     """Yield the statements that give the roles their rights on what is installed."""
-    schema, objects = run.schema, _objects(run)
+    schema, installed = run.schema, objects(run)
     publish, work, watch, own = (role_name(schema, role) for role in Role)
     if state.schema_owner != own:
         yield _text("ALTER SCHEMA {} OWNER TO {}", schema, own)
-    for one in objects:
-        if one.owner != own:
+    for one in installed:
+        if one.owner not in (None, own):
             yield _text(f"ALTER {one.kind} {{}}.{{}} OWNER TO {{}}", schema, sql.SQL(one.identity), own)
     yield _text("GRANT USAGE ON SCHEMA {} TO {}, {}, {}", schema, publish, work, watch)
     yield _text("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {} TO {}", schema, work)
@@ -215,7 +190,7 @@ def _rights(run: Executor, state: _State) -> Iterator[str]:
         for right, columns in rights.items():
             of = sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
             yield _text(f"GRANT {right}{{}} ON {{}}.{{}} TO {{}}", of, schema, table, publish)
-    for one in objects:
+    for one in installed:
         if one.kind == "FUNCTION":
             function = sql.SQL(one.identity)
             if one.name in GRANTED_ONLY:
@@ -258,15 +233,6 @@ WHERE NOT coalesce(CASE
 END, false)
 ORDER BY place
 """)
-_INSTALLED: Final = Statement("""
-SELECT CASE WHEN relkind = 'S' THEN 'SEQUENCE' WHEN relkind IN ('v', 'm') THEN 'VIEW' ELSE 'TABLE' END AS kind,
-       relname::text AS name, %(schema)s || '.' || quote_ident(relname) AS identity, '' AS owner
-FROM pg_class WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'S')
-UNION ALL
-SELECT 'FUNCTION', proname::text, oid::regprocedure::text, ''
-FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
-ORDER BY 1, 3
-""")
 _USER: Final = Statement("SELECT current_user::text, has_schema_privilege(%(schema)s, 'USAGE')")
 _IS_MEMBER: Final = Statement("SELECT coalesce(pg_has_role(to_regrole(quote_ident(%(role)s)), 'USAGE'), false)")
 _MAY_PUBLISH: Final = Statement("""
@@ -287,28 +253,29 @@ WHERE has_column_privilege('{schema}.' || name, "column", "right")
 _Needed = tuple[str, str, str, str]
 
 
-def needed_rights(installed: Sequence[_Object], schema: str, role: Role) -> Iterator[_Needed]:
+def needed_rights(installed: Sequence[SchemaObject], schema: str, role: Role) -> Iterator[_Needed]:
     """Yield the rights that the role needs on the installed objects."""
     yield "SCHEMA", schema, "USAGE", ""
     for one in installed:
+        identity = f"{schema}.{one.identity}"
         if role is Role.OWN:
             if one.kind == "TABLE":
-                yield "OWNED", one.identity, "USAGE", ""
+                yield "OWNED", identity, "USAGE", ""
         elif one.kind == "FUNCTION":
             if (
                 (role is Role.PUBLISH and one.name in PUBLISHING)
                 or (role is Role.WORK and one.name not in _NOT_OF_WORKERS)
                 or (role is Role.WATCH and one.name in _READING)
             ):
-                yield "FUNCTION", one.identity, "EXECUTE", ""
+                yield "FUNCTION", identity, "EXECUTE", ""
         elif role is Role.PUBLISH:
             for right, columns in _OF_PUBLISHERS.get(one.name, {}).items():
-                yield one.kind, one.identity, right, " ".join(columns)
+                yield one.kind, identity, right, " ".join(columns)
         elif role is Role.WORK and one.kind == "TABLE" and one.name not in _READ_ONLY:
             for right in _WRITES:
-                yield one.kind, one.identity, right, ""
+                yield one.kind, identity, right, ""
         else:
-            yield one.kind, one.identity, "SELECT", ""
+            yield one.kind, identity, "SELECT", ""
 
 
 def missing_rights(run: Executor, role: Role, *, producer_group: str | None = None) -> list[MissingRight]:
@@ -320,8 +287,7 @@ def missing_rights(run: Executor, role: Role, *, producer_group: str | None = No
     me = sql.Identifier(user).as_string(None)
     if not may_use:
         return [MissingRight(f"schema {run.schema}", "USAGE", f"GRANT USAGE ON SCHEMA {run.schema} TO {me}")]
-    installed = run.objects(_Object, _INSTALLED, {"schema": run.schema})
-    needed = list(needed_rights(installed, run.schema, role))
+    needed = list(needed_rights(objects(run), run.schema, role))
     columns: Sequence[Sequence[str]] = list(zip(*needed, strict=True))
     parameters: dict[str, Any] = dict(zip(("kinds", "names", "rights", "columns"), map(list, columns), strict=True))
     found = [_missing(me, *row) for row in run.rows(_MISSING, parameters)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from psycopg import sql
 from psycopg.errors import DeadlockDetected, LockNotAvailable
@@ -27,13 +27,10 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.schema import grants, table_locks
+from outbox.broker.schema import catalogue, grants, table_locks
 from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 
 # current.sql creates the tables of a new database, and functions/ has one file per function. When the tables of a
 # released version change, changes/ gets a file, such as changes/0002_title.sql, which brings them to the state of
@@ -106,14 +103,7 @@ _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
 _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
 # A function may call another function that is created after it.
 _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
-_FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
 _VERSIONS = Statement("SELECT name, version, minimum_code FROM {schema}.schema_version")
-_OBJECTS = Statement("""
-SELECT relname::text FROM pg_class
-WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
-UNION
-SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
-""")
 _RECORD = Statement("""
 INSERT INTO {schema}.schema_version AS known (name, version, leads, objects)
 VALUES (%(name)s, %(version)s, %(leads)s, %(objects)s::text[])
@@ -134,15 +124,8 @@ class _Installed:
     minimum_code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned(Generic[T]):
-    """A planned change of the tables.
-
-    `tables` are locked before the change. `change` makes the change and returns its result.
-    """
-
-    tables: Sequence[str]
-    change: Callable[[], T]
+# The tables that are locked before a change of the tables, and what makes the change.
+Planned = tuple[Sequence[str], Callable[[], object]]
 
 
 def install(
@@ -176,13 +159,13 @@ def install(
 
 def change_tables(
     run: Executor,
-    plan: Callable[[], Planned[T]],
+    plan: Callable[[], Planned | None],
     *,
     what: str,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
-) -> T:
-    """Make the planned change in one transaction, as soon as no other transaction uses its tables.
+) -> bool:
+    """Make the planned change in one transaction, as soon as no other transaction uses its tables. False: no plan.
 
     `plan` is called in the transaction, under the lock that admits only one installation at a time. If the tables are
     still in use after `patience_seconds`, the function raises SchemaError and changes nothing. `what` is the word for
@@ -196,12 +179,15 @@ def change_tables(
             with lifted(run.connection):
                 run.execute(_LOCK)
                 planned = plan()
-                tables = planned.tables
+                if planned is None:
+                    return False
+                tables, change = planned
                 if tables:
                     if attempt == 0:
                         reported_at = _report_holders(run, tables, report, reported_at)
                     table_locks.take(run, tables, wait_seconds=wait_seconds)
-                return planned.change()
+                change()
+                return True
         except (LockNotAvailable, DeadlockDetected) as error:
             passed, met = time.monotonic() - began, error.diag.message_primary
             if passed > patience_seconds:
@@ -230,7 +216,7 @@ def give_rights(
 
     change_tables(
         run,
-        lambda: Planned(grants.tables_to_own(run), change),
+        lambda: (grants.tables_to_own(run), change),
         what="given to their new owner",
         patience_seconds=patience_seconds,
     )
@@ -246,23 +232,19 @@ def _wait_seconds(attempt: int) -> float:
 def _report_holders(run: Executor, tables: Sequence[str], report: Callable[[str], None], reported_at: float) -> float:
     """Report the transactions that have used the tables for a long time, and return the time of the last report."""
     if found := table_locks.holders(run, tables, at_least_seconds=_NAMED_AFTER_SECONDS):
-        report(f"these transactions block the change of the broker's tables in schema {run.schema!r}: {_named(found)}")
+        report(f"these transactions block the change of the broker's tables in schema {run.schema!r}: {_few(found)}")
         return time.monotonic()
     return reported_at
 
 
-def _named(found: Sequence[table_locks.Holder]) -> str:
-    return _few(found, separator="; ")
-
-
-def _few(found: Sequence[object], *, separator: str = ", ") -> str:
-    more = f"{separator}and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return separator.join(map(str, found[:_NAMED])) + more
+def _few(found: Sequence[object]) -> str:
+    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return "; ".join(map(str, found[:_NAMED])) + more
 
 
 def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> SchemaError:
     used = _few(table_locks.in_order(tables))
-    now = _named(table_locks.holders(run, tables)) or "nothing"
+    now = _few(table_locks.holders(run, tables)) or "nothing"
     return SchemaError(
         f"the broker's tables in schema {run.schema!r} were not {what}: at each attempt within "
         f"{passed:.0f} s, other transactions used one of {used}. Blocking sessions: {now}. The tables are unchanged. "
@@ -278,7 +260,7 @@ def apply(run: Executor, files: _Files, version: int, sql_file: Traversable) -> 
     The last file also brings all functions up to date. Until then, the functions stay as the previous release created
     them, so that its code can call them.
     """
-    before = objects(run)
+    before = catalogue.names(run)
     if "schema_version" in before:
         # The row comes first, because the file may raise its minimum_code.
         _record(run, files, version, ())
@@ -287,7 +269,7 @@ def apply(run: Executor, files: _Files, version: int, sql_file: Traversable) -> 
     _execute(run, sql_file)
     if version == files.version:
         _create_functions(run, files)
-    _record(run, files, version, objects(run) - before)
+    _record(run, files, version, catalogue.names(run) - before)
     grants.renew(run)
     logger.info("%s in schema %r are now at version %d", files, run.schema, version)
 
@@ -296,11 +278,6 @@ def _record(run: Executor, files: _Files, version: int, created: Collection[str]
     leads = files.name in hooks.leader_work
     values = {"name": files.name, "version": version, "leads": leads, "objects": arrays.texts(sorted(created))}
     run.execute(_RECORD, values)
-
-
-def objects(run: Executor) -> set[str]:
-    """Return the names of all tables, views, sequences and functions in the schema."""
-    return {name for (name,) in run.rows(_OBJECTS, {"schema": run.schema})}
 
 
 def locked_tables(sql_file: Traversable) -> list[str]:
@@ -386,40 +363,32 @@ def _installed(run: Executor) -> dict[str, _Installed]:
     return {name: _Installed(version, minimum_code) for name, version, minimum_code in rows}
 
 
-def _plan_next(run: Executor) -> Planned[bool]:
-    """Plan the first missing change. The plan's function `change` applies this change; False: no change is missing."""
+def _plan_next(run: Executor) -> Planned | None:
+    """Plan the first missing change; None: no change is missing."""
     known = _installed(run)
     for files in _files():
         installed = known.get(files.name, _MISSING)
         _refuse_newer(run.schema, files, installed)
         if installed.version < files.version:
             return _plan(run, files, installed.version)
-    return Planned((), lambda: False)
+    return None
 
 
-def _plan(run: Executor, files: _Files, reached: int) -> Planned[bool]:
+def _plan(run: Executor, files: _Files, reached: int) -> Planned:
     if reached:
         version = min(number for number in files.changes if number > reached)
         sql_file = files.changes[version]
     else:
         version, sql_file = files.version, files.folder.joinpath("current.sql")
     # A new table may refer to one of the core, which locks that one.
-    return Planned(locked_tables(sql_file), _changes(lambda: apply(run, files, version, sql_file)))
-
-
-def _changes(change: Callable[[], None]) -> Callable[[], bool]:
-    def changed() -> bool:
-        change()
-        return True
-
-    return changed
+    return locked_tables(sql_file), lambda: apply(run, files, version, sql_file)
 
 
 def _create_functions(run: Executor, files: _Files) -> None:
     folder = files.folder.joinpath("functions")
     if not folder.is_dir():
         return
-    before = {name for (name,) in run.rows(_FUNCTIONS, {"schema": run.schema})}
+    before = catalogue.names(run)
     run.execute(_UNCHECKED_BODIES)
     _execute(run, *sorted(folder.iterdir(), key=lambda file: file.name))
     # A function of earlier tables keeps its present rights, because an operator may have granted more.

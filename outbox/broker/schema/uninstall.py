@@ -11,17 +11,16 @@ import logging
 from collections.abc import Callable
 
 from outbox import hooks
-from outbox.broker.database import arrays
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.schema.catalogue import SchemaObject, objects
 from outbox.broker.schema.install import (
     CORE,
     DEFAULT_PATIENCE_SECONDS,
     Planned,
     change_tables,
     check_schema,
-    objects,
 )
 from outbox.errors import SchemaError, UsageError
 
@@ -29,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 _DROP = Statement("DROP SCHEMA {schema} CASCADE")
 _NAMES = Statement("SELECT DISTINCT unnest(objects) FROM {schema}.schema_version")
-_TABLES = Statement("""
-SELECT relname::text FROM pg_class
-WHERE relnamespace = to_regnamespace(%(name)s) AND relkind IN ('r', 'p')
-""")
 
 
 def uninstall(
@@ -52,20 +47,17 @@ def uninstall(
     """
     run = Executor(connection, schema)
 
-    def drop() -> None:
-        run.execute(_DROP)
-
-    def plan() -> Planned[None]:
+    def plan() -> Planned:
         check_schema(connection, schema)
-        foreign = sorted(objects(run) - {name for (name,) in run.rows(_NAMES)})
+        found = objects(run)
+        foreign = sorted({one.name for one in found} - {name for (name,) in run.rows(_NAMES)})
         if foreign:
             raise SchemaError(
                 f"the schema {schema!r} also has objects that are not part of the broker ("
                 f"{', '.join(foreign[:5])}). Nothing was dropped. Move these objects to another schema first."
             )
         # Only tables are locked, because a transaction that uses a view or a sequence also uses a table.
-        tables = [name for (name,) in run.rows(_TABLES, {"name": schema})]
-        return Planned(tables, drop)
+        return [one.name for one in found if one.kind == "TABLE"], lambda: run.execute(_DROP)
 
     change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
 
@@ -74,15 +66,6 @@ def uninstall(
 # One part.
 
 _RECORDED = Statement("SELECT objects FROM {schema}.schema_version WHERE name = %(part)s")
-_KINDS = Statement("""
-SELECT CASE WHEN relkind IN ('r', 'p') THEN 'TABLE' ELSE 'VIEW' END, relname::text, quote_ident(relname)
-FROM pg_class
-WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') AND relname = ANY (%(names)s::text[])
-UNION ALL
-SELECT 'FUNCTION', proname::text, quote_ident(proname) || '(' || pg_get_function_identity_arguments(oid) || ')'
-FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s) AND proname = ANY (%(names)s::text[])
-ORDER BY 1, 3
-""")
 _FORGET = Statement("DELETE FROM {schema}.schema_version WHERE name = %(part)s")
 
 
@@ -93,10 +76,9 @@ def rows_of_part(connection: Connection, part: str, schema: str = "outbox") -> d
     """
     run = Executor(connection, schema)
     counts = {}
-    for kind, name, _ in _objects_of_part(run, part):
-        if kind == "TABLE":
-            [count] = run.one(Statement(f'SELECT count(*) FROM {{schema}}."{name}"'))
-            counts[name] = count
+    for one in _objects_of_part(run, part):
+        if one.kind == "TABLE":
+            [counts[one.name]] = run.one(Statement(f"SELECT count(*) FROM {{schema}}.{one.identity}"))
     return {name: count for name, count in counts.items() if count}
 
 
@@ -114,21 +96,21 @@ def drop_part(
     """
     run = Executor(connection, schema)
 
-    def plan() -> Planned[None]:
+    def plan() -> Planned:
         found = _objects_of_part(run, part)
 
         def drop() -> None:
-            for kind, _, identity in found:
-                run.connection.execute(f"DROP {kind} IF EXISTS {run.schema}.{identity} CASCADE".encode())
+            for one in found:
+                run.connection.execute(f"DROP {one.kind} IF EXISTS {run.schema}.{one.identity} CASCADE".encode())
             run.execute(_FORGET, {"part": part})
 
-        return Planned([name for kind, name, _ in found if kind == "TABLE"], drop)
+        return [one.name for one in found if one.kind == "TABLE"], drop
 
     change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
 
 
-def _objects_of_part(run: Executor, part: str) -> list[tuple[str, str, str]]:
-    """Return kind, name and identity of what a part has created."""
+def _objects_of_part(run: Executor, part: str) -> list[SchemaObject]:
+    """Return what a part has created, without the sequences, which belong to its tables."""
     if part in hooks.schemas:
         raise UsageError(
             f"this project has the part {part!r}, so the next `migrate` would create its tables again. Nothing was "
@@ -137,5 +119,4 @@ def _objects_of_part(run: Executor, part: str) -> list[tuple[str, str, str]]:
     recorded = None if part == CORE else run.row(_RECORDED, {"part": part})
     if recorded is None:
         raise UsageError(f"no part {part!r} has tables in schema {run.schema!r}. Nothing was dropped.")
-    found = run.rows(_KINDS, {"schema": run.schema, "names": arrays.texts(recorded[0])})
-    return [(kind, name, identity) for kind, name, identity in found]
+    return [one for one in objects(run) if one.name in recorded[0] and one.kind != "SEQUENCE"]

@@ -131,10 +131,9 @@ _RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
     ON CONFLICT (transaction_id) DO NOTHING
-    RETURNING 1
 )
-INSERT INTO {{schema}}.half_scan (scan_id, snapshot, moved)
-SELECT (SELECT max(scan_id) + 1 FROM {{schema}}.half_scan), pg_current_snapshot(), (SELECT count(*) FROM moved)
+INSERT INTO {{schema}}.half_scan (scan_id, snapshot)
+SELECT (SELECT max(scan_id) + 1 FROM {{schema}}.half_scan), pg_current_snapshot()
 """
 )
 

@@ -40,7 +40,7 @@ FOR SHARE
 _RAISE = Statement("""
 INSERT INTO {schema}.producer_epoch AS known (producer_group, transactional_id, epoch)
 VALUES (%(producer_group)s, %(transactional_id)s, 1)
-ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch + 1, initialised_at = now()
+ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch + 1
 RETURNING epoch
 """)
 

@@ -83,11 +83,11 @@ WITH edge AS (
            cut < pg_snapshot_xmax(pg_current_snapshot()) AS more
     FROM edge
 ), recorded AS (
-    INSERT INTO {{schema}}.half_scan (scan_id, snapshot, moved)
+    INSERT INTO {{schema}}.half_scan (scan_id, snapshot)
     SELECT %(scan_id)s + 1,
            (least(pg_snapshot_xmin(pg_current_snapshot()), cut)::text || ':' || cut::text || ':' ||
             coalesce((SELECT string_agg(xip::text, ',' ORDER BY xip)
-                      FROM pg_snapshot_xip(pg_current_snapshot()) AS xip WHERE xip < cut), ''))::pg_snapshot, moved
+                      FROM pg_snapshot_xip(pg_current_snapshot()) AS xip WHERE xip < cut), ''))::pg_snapshot
     FROM found
     WHERE fresh > 0
 )

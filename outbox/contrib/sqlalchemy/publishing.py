@@ -26,7 +26,7 @@ from outbox.arguments import key_text, unreadable, wait_of, with_timeout
 from outbox.broker.database import notify
 from outbox.broker.database.arrays import dump_headers
 from outbox.broker.database.statement import check_schema_name
-from outbox.broker.log.topics import ALL_TOPICS, TopicRow, unknown_topic
+from outbox.broker.log.topics import ALL_TOPICS, known_topic, unknown_topic
 from outbox.codec import Codecs
 from outbox.errors import InvalidMessage, OutboxError, TransactionRequired, TransactionUsageError, UsageError
 from outbox.message import Message, SendReceipt
@@ -240,8 +240,8 @@ class Publisher:
             with contextlib.suppress(InvalidMessage):
                 topic.check_accepts(message, transactional=True)
                 return
-        rows = [TopicRow(**row) for row in connection.execute(self._read_topics).mappings()]
-        self._topics[pool] = topics = {row.name: row.known().topic for row in rows}
+        read = [known_topic(**row).topic for row in connection.execute(self._read_topics).mappings()]
+        self._topics[pool] = topics = {topic.name: topic for topic in read}
         if message.topic not in topics:
             raise unknown_topic(message.topic, topics)
         topics[message.topic].check_accepts(message, transactional=True)

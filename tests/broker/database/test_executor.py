@@ -22,12 +22,6 @@ def run(server_url: str) -> Iterator[Executor]:
         yield Executor(connection, "outbox")
 
 
-def test_statements_may_alternate(run: Executor) -> None:
-    for number in (1, 2, 5):
-        assert first_row(run, ECHO, ("é",)) == ("é", 2)
-        assert first_row(run, DIVIDE, (number,)) == (10 // number,)
-
-
 def test_a_call_after_an_error_works(run: Executor) -> None:
     assert first_row(run, DIVIDE, (5,)) == (2,)
     with pytest.raises(psycopg.errors.DivisionByZero):
@@ -62,10 +56,3 @@ def test_a_call_of_another_thread_on_the_same_connection_does_not_change_the_row
     rows.clear()
     assert first_row(run, ECHO, ("é",)) == ("é", 2)
     assert rows[1] == ("other", 5)
-
-
-def test_a_call_in_a_pipeline_gets_its_row(run: Executor) -> None:
-    assert first_row(run, DIVIDE, (5,)) == (2,)
-    with run.connection.pipeline():
-        assert first_row(run, DIVIDE, (2,)) == (5,)
-    assert first_row(run, DIVIDE, (1,)) == (10,)

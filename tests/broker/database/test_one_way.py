@@ -99,16 +99,6 @@ def test_what_an_end_meets_leaves_the_incidents_that_a_waiting_one_leaves(
     assert decided(connection)[transaction_id] == "C"
 
 
-def test_the_end_of_a_half_transaction_of_several_messages_names_them_all(
-    broker: PostgresBroker, connection: BrokerConnection
-) -> None:
-    stored = half(message(), message(), message())
-    positions = [receipt.position for receipt in broker.send_half(stored)]
-    broker.end_one_way(end(stored.transaction_id))
-    assert broker.flush(within_seconds=30)
-    assert connection.execute("SELECT log_ids FROM outbox.op_log").fetchall() == [(positions,)]
-
-
 def test_an_ended_session_is_replaced_before_the_next_request_is_written(
     broker: PostgresBroker, connection: BrokerConnection
 ) -> None:
@@ -267,15 +257,6 @@ def test_an_error_in_the_middle_of_writing_leaves_no_answer_to_wait_for(
 
 def prepared(sender: OneWay) -> bool | None:
     return None if sender._prepared is None else bool(sender._prepared)
-
-
-def test_ends_are_prepared_on_a_direct_connection(broker: PostgresBroker, connection: BrokerConnection) -> None:
-    ids = halves(broker, 3)
-    for transaction_id in ids:
-        broker.end_one_way(end(transaction_id))
-        assert broker.flush(within_seconds=30)
-    assert prepared(broker._one_way) is True
-    assert decided(connection) == dict.fromkeys(ids, "C")
 
 
 @pytest.mark.parametrize("spoil", ["DEALLOCATE ALL", "SELECT no_such_function($1)"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from outbox.broker.consumer import runtime as consuming
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import registration
 from outbox.broker.log import failing
+from outbox.broker.log.consume_queue import starting_offsets
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import changes, progress
 from outbox.errors import (
     InconsistentSubscription,
@@ -23,7 +25,8 @@ from outbox.errors import (
     UnknownTopic,
     UsageError,
 )
-from outbox.message import Message
+from outbox.message import Delivery, Message
+from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
 from outbox.utils import heartbeat
 from tests.broker.bench import ConsumptionBench, Seen, encode
@@ -50,12 +53,6 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 # -- registration -----------------------------------------------------------------------------------
-
-
-def test_register_is_idempotent(orders: ConsumptionBench) -> None:
-    first = registration.register(orders.run, subscribe())
-    assert registration.register(orders.run, subscribe()) == first
-    assert orders.rows("SELECT name FROM outbox.topic WHERE retry_of = %s", first.group_id) == [], "nothing failed yet"
 
 
 def test_register_by_many_at_once(orders: ConsumptionBench) -> None:
@@ -310,4 +307,60 @@ def test_retention_overtaking_a_group_is_counted_as_expired(orders: ConsumptionB
     orders.assert_conserved("g")
 
 
-# -- filters in the broker --------------------------------------------------------------------------
+# -- broadcast groups: every instance gets every message --
+
+
+def test_broadcast_gives_every_instance_all_messages(orders: ConsumptionBench) -> None:
+    one, two = Seen(), Seen()
+    subscription = subscribe(broadcast=True, start=Start.LATEST)
+    orders.publish(messages(0, 5))
+    with orders.sequencing(), orders.running((subscription, one)), orders.running((subscription, two)):
+        eventually(lambda: orders.members() == 2)
+        # Both have taken their position by the time their first message arrives.
+        eventually(lambda: orders.broker.send([message(-1)]) and -1 in one.ns and -1 in two.ns)
+        orders.broker.send(messages(5, 20))
+        eventually(lambda: sorted({*one.ns}) == sorted({*two.ns}) == [-1, *range(5, 20)])
+
+
+def test_broadcast_retries_in_place_and_gives_up(orders: ConsumptionBench) -> None:
+    attempts: list[int] = []
+    done = Seen()
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body["n"] == 1:
+            attempts.append(delivery.attempt)
+            raise ValueError
+        done(delivery)
+
+    policy = RetryPolicy(delays_seconds=[0.01], max_attempts=3)
+    orders.publish(messages(0, 3))
+    with orders.running((subscribe(broadcast=True, retry=policy), handle)):
+        eventually(lambda: len(attempts) == 3 and sorted(done.ns) == [0, 2])
+    assert attempts == [1, 2, 3]
+    assert orders.retrying() == 0
+
+
+# -- rewinding to a time goes by when consumers could first see a message --
+
+
+def _start(bench: ConsumptionBench, time: datetime | Start) -> int:
+    topic_id = TopicCatalog("outbox").get(bench.connection, "single").topic_id
+    [offset] = starting_offsets(bench.run, topic_id, time).values()
+    return offset
+
+
+def test_every_time_leads_to_the_first_entry_queued_then_or_later(bench: ConsumptionBench) -> None:
+    bench.declare("single", queues=1)
+    bench.publish([Message(topic="single", body=b"{}") for _ in range(40)])
+    # Four at a time, a minute apart; later the first ten are removed.
+    noon = datetime.fromisoformat("2026-03-01T12:00:00+00:00")
+    bench.connection.execute(
+        "UPDATE outbox.consume_queue SET queued_at = %(noon)s + queue_offset / 4 * interval '1 minute'", {"noon": noon}
+    )
+    assert [_start(bench, noon + timedelta(minutes=minute)) for minute in range(-1, 12)] == [
+        0, 0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 40,
+    ]  # fmt: skip
+    bench.connection.execute("DELETE FROM outbox.consume_queue WHERE queue_offset < 10")
+    bench.connection.execute("UPDATE outbox.queue SET floor = 10")
+    assert [_start(bench, noon + timedelta(minutes=minute)) for minute in (0, 2, 3)] == [10, 10, 12]
+    assert (_start(bench, Start.EARLIEST), _start(bench, Start.LATEST)) == (10, 40)

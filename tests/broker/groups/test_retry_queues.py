@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-import uuid
 
 import pytest
 
+from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups import rebalance, registration
-from outbox.broker.groups.members import Member, QueueState
+from outbox.broker.groups import registration
+from outbox.broker.groups.redelivery import Redelivery, record_failure
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
-from outbox.message import Message
+from outbox.broker.postgres import PostgresBroker
+from outbox.retry import MAX_ATTEMPTS
 from outbox.subscription import Subscription
-from tests.broker.bench import AT_ONCE, ConsumptionBench, keyed
+from tests.broker.bench import ConsumptionBench, keyed
+from tests.broker.support import message
 from tests.support import eventually
 
 
@@ -67,27 +69,23 @@ def test_made_by_many_at_once_there_is_one(bench: ConsumptionBench) -> None:
     assert bench.rows("SELECT number, queue_id FROM outbox.queue WHERE queue_id = %s", made[0]) == [(topic_id, made[0])]
 
 
-def test_a_group_without_failures_has_none(bench: ConsumptionBench) -> None:
-    bench.declare("orders")
-    bench.publish([Message(topic="orders", body=b"{}")])
-    subscription = Subscription(group="g", topic="orders", retry=AT_ONCE)
-    bench.run_until_idle(subscription, lambda _: None)
-    assert bench.rows("SELECT count(*) FROM outbox.topic WHERE retry_of IS NOT NULL") == [(0,)]
+# -- messages that have left their queue: the count of their attempts, whose columns are smalli --
 
 
-def _retry_queue(queue_id: int, topic: str) -> QueueState:
-    return QueueState(1, queue_id, None, queue_id, None, 0, True, None, topic)
-
-
-def test_a_retry_queue_goes_to_a_member_that_knows_its_topic() -> None:
-    a, b, c = (uuid.UUID(int=n) for n in (1, 2, 3))
-    queues = [_retry_queue(1, "orders"), _retry_queue(2, "points"), _retry_queue(3, "nobody's")]
-
-    def shares(*members: Member) -> list[list[int]]:
-        every = sorted(members, key=lambda member: member.instance_id)
-        return [sorted(number for _, number in rebalance.share(member.instance_id, every, queues)) for member in every]
-
-    both = frozenset({"orders", "points"})
-    assert shares(Member(a, frozenset({"orders"})), Member(b, frozenset({"points"}))) == [[1], [2]]
-    assert shares(Member(a, both), Member(b, both)) == [[1, 2], []]
-    assert shares(Member(a, both), Member(b, frozenset({"orders"})), Member(c, frozenset({"points"}))) == [[1], [], [2]]
+def test_a_message_without_a_limit_of_attempts_is_tried_again_after_the_last_one_that_is_counted(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    """Otherwise its failure could not be stored, and the process would fail with it again and again."""
+    [receipt] = broker.send([message()])
+    waiting = "SELECT attempt, due_at > now() + interval '1 hour' FROM outbox.scheduled"
+    for attempt in (MAX_ATTEMPTS, 32_767):
+        connection.execute(
+            "INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt) VALUES (%s, now(), 1, %s)",
+            [receipt.position, attempt],
+        )
+        assert isinstance(receipt.position, int)
+        place = Redelivery(receipt.position, 1, attempt)
+        run = Executor(connection, "outbox")
+        assert record_failure(run, 1, place, dead=False, attempts=attempt + 1, error="x", seconds=7200)
+        assert connection.execute(waiting.encode()).fetchall() == [(MAX_ATTEMPTS, True)]
+        connection.execute("DELETE FROM outbox.scheduled")

@@ -139,21 +139,6 @@ def test_a_lost_connection_while_rows_are_loaded_loses_nothing(orders: Consumpti
     orders.assert_conserved("g")
 
 
-def test_a_process_that_takes_the_queue_over_continues_the_flood_in_order(orders: ConsumptionBench) -> None:
-    handled = Handled()
-    orders.publish([*flood(), *(one(f"other {n}") for n in range(50))])
-    for part in range(1, 4):
-        with orders.running((limited(), handled)):
-            eventually(lambda part=part: len(handled.of("flood")) > 300 * part, within_seconds=60)  # type: ignore[misc]
-        orders.assert_conserved("g")
-    with orders.running((limited(), handled)):
-        eventually(lambda: len(handled.of("flood")) == FLOOD, within_seconds=60)
-        eventually(lambda: orders.lag("g") == 0)
-    assert handled.of("flood") == list(range(FLOOD))
-    assert len({key for key, _ in handled.calls}) == 51
-    orders.assert_conserved("g")
-
-
 def test_dropped_rows_that_retention_removes_are_expired(orders: ConsumptionBench) -> None:
     handled = Handled()
     handled.go_on.clear()

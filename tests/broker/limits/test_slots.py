@@ -18,8 +18,9 @@ import pytest
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.statement import Statement
-from outbox.contrib.limits import slots
+from outbox.contrib.limits import Limits, slots
 from outbox.contrib.limits.slots import Demand, fair_share
+from outbox.errors import ConfigurationError
 from tests.broker.bench import ConsumptionBench
 from tests.support import eventually
 
@@ -236,3 +237,38 @@ def test_random_shares_never_exceed_the_limit_and_nobody_starves(seed: int) -> N
     for one in wanted:
         shares_over_time = [fair_share(limit, wanted, one, rotation) for rotation in range(60)]
         assert wanted[one] == 0 or any(shares_over_time)
+
+
+# -- limits that PostgreSQL cannot hold are refused where they are declared --
+
+
+def test_a_number_that_the_tables_cannot_hold_is_refused() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        *(
+            ({name: 2**31, "rate": "9/s"}, rf"{name}=2147483648.*2,147,483,647")
+            for name in ("running", "per_key", "burst")
+        ),
+        ({"rate": "1000001/s"}, "1,000,000/s"),
+        ({"rate": f"{'9' * 400}/s"}, "1,000,000/s"),
+        ({"rate": "0.001/day"}, "366 days"),
+        ({"rate": "1/day", "burst": 367}, "366 days"),
+    ]
+    for given, complaint in refused:
+        with pytest.raises(ConfigurationError, match=complaint):
+            Limits(**given)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(rate="1/day", burst=366), Limits(rate="1000000/s"), Limits(rate="1000000/s", burst=2**31 - 1)],
+    ids=str,
+)
+def test_the_tables_hold_the_extreme_rates(bench: ConsumptionBench, limits: Limits) -> None:
+    assert limits.per_second is not None
+    for _ in range(2):
+        assert len(slots.take_tokens(bench.run, (1, 1), 1, per_second=limits.per_second, burst=limits.burst)) == 1
+
+
+def test_the_table_holds_the_extreme_number_of_slots(bench: ConsumptionBench) -> None:
+    taken = slots.take(bench.run, (1, 1), uuid4(), {"": 2}, limit=2**31 - 1, term_seconds=60)
+    assert taken == {"": {1, 2}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import UTC, datetime, timedelta
 
@@ -11,15 +10,23 @@ import pytest
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
-from outbox.broker.maintenance import retention
+from outbox.broker.maintenance import retention, service
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations.audit import MessageCounts, count_messages
-from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks
 from outbox.transaction import Answer, CheckSettings, Decision
-from outbox.utils.ids import uuid7
-from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
+from tests.broker.support import (
+    assert_gapless,
+    drain,
+    end,
+    half,
+    let_time_pass,
+    message,
+    new_sequencer,
+    queued,
+    queued_ids,
+)
 
 # -- restore, upgrade, failover --------------------------------------------------------------------------------
 
@@ -300,7 +307,7 @@ def test_a_leader_that_slept_while_ticks_were_pruned_notices(
     assert_gapless(connection)
 
 
-# -- status and trace ---------------------------------------------------------------------------------------------
+# -- status --------------------------------------------------------------------------------------------------------
 
 
 def test_conservation_counts_every_state_from_its_own_rows(
@@ -352,29 +359,6 @@ def test_control_the_audit_notices(
     assert re.search(complaint, " ".join(problems))
 
 
-def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection) -> None:
-    _subscribe(connection, "orders")
-    one = half(message(key="1"), message("ordered", key="k"))
-    broker.send_half(one)
-    found = trace(Executor(connection, "outbox"), one.transaction_id)
-    assert found is not None and found.decision is None and found.entries == []
-    assert [entry.topic for entry in found.messages] == ["orders", "ordered"]
-    broker.end([end(one.transaction_id)])
-    drain(new_sequencer(database), connection)
-    found = trace(Executor(connection, "outbox"), one.messages[1].message_id)
-    assert found is not None and found.decision is not None
-    assert (found.decision.decision, found.decision.decided_by) == ("C", "P")
-    assert [(entry.topic, entry.offset, entry.group, entry.state) for entry in found.entries] == [
-        ("orders", 0, "readers", "waiting"),
-        ("ordered", 0, None, "no group"),
-    ]
-    _consume(connection)
-    found = trace(Executor(connection, "outbox"), one.transaction_id)
-    assert found is not None and found.entries[0].state == "handled"
-    assert json.dumps(found.as_json())
-    assert trace(Executor(connection, "outbox"), uuid7()) is None
-
-
 def test_a_publication_of_all_tables_stops_no_pass(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
@@ -391,3 +375,78 @@ def test_a_publication_of_all_tables_stops_no_pass(
         AND NOT EXISTS (SELECT FROM pg_index WHERE indrelid = pg_class.oid AND indisprimary)
     """
     assert connection.execute(without.encode()).fetchall() == []
+
+
+# -- retention of recalled messages --
+
+
+def test_what_was_recalled_is_removed_and_its_totals_stay(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """A delayed message, and the retry of one whose message is pruned like any other."""
+    _subscribe(connection, "orders")
+    delayed, retried = message(deliver_at=datetime.now(UTC) + timedelta(hours=1)), message()
+    broker.send([delayed, retried])
+    drain(new_sequencer(database), connection)
+    _consume(connection)
+    connection.execute(
+        "WITH topic AS (INSERT INTO outbox.topic (name, message_types, queue_count, retry_of)"
+        " SELECT '%RETRY%readers', '{NORMAL}', 1, group_id FROM outbox.consumer_group RETURNING topic_id),"
+        " queue AS (INSERT INTO outbox.queue (topic_id, number) SELECT topic_id, 0 FROM topic RETURNING queue_id)"
+        " INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt)"
+        " SELECT log_id, now(), queue_id, 1 FROM queue, outbox.commit_log WHERE deliver_at IS NULL"
+    )
+    connection.execute("UPDATE outbox.consumer_offset SET handled = 0, sent_back = 1")
+    assert _balanced(connection).groups["readers"].retrying == 1
+    outcomes = broker.recall([delayed.message_id, retried.message_id])
+    assert [(one.status, one.groups) for one in outcomes] == [("recalled", ()), ("recalled", ("readers",))]
+    before = _balanced(connection)
+    assert (before.groups["readers"].recalled, before.groups["readers"].retrying) == (1, 0)
+    _age(connection, 4)
+    _clean(connection)
+    assert [_count(connection, table) for table in ("commit_log", "recalled", "recalled_retry")] == [0, 0, 0]
+    after = _balanced(connection)
+    assert after.topics == before.topics
+    assert after.groups == before.groups
+
+
+# -- times that were written while the server's clock was ahead --
+
+
+YEARS = 74 * 365 * 86_400.0
+
+
+def test_undecided_transactions_and_retries_count_from_now(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Otherwise nothing would check or deliver them in our lifetime, and no page would say why."""
+    ahead, later = half(immunity_seconds=60), message(deliver_at=datetime.now(UTC) + timedelta(days=70 * 365))
+    broker.send([later, message()])
+    drain(new_sequencer(database), connection)
+    broker.send_half(ahead)
+    checks.scan(Executor(connection, "outbox"), settings=CheckSettings())
+    connection.execute(
+        "UPDATE outbox.pending_check SET stored_at = stored_at + %(t)s, immune_until = immune_until + %(t)s,"
+        " due_at = due_at + %(t)s",
+        {"t": timedelta(seconds=YEARS)},
+    )
+    connection.execute(
+        "INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt)"
+        " SELECT log_id, now() + %s, (SELECT min(queue_id) FROM outbox.queue), 1 FROM outbox.commit_log"
+        " WHERE NOT half AND deliver_at IS NULL",
+        [timedelta(seconds=YEARS)],
+    )
+    settled = half(immunity_seconds=60)
+    broker.send_half(settled)
+    for _ in range(2):
+        service.run_once(database, CheckSettings())
+    found = [one for one in incidents.recent(Executor(connection, "outbox")) if one.kind == "clock"]
+    assert [one.subject for one in found] == ["retries", "undecided transactions"]
+    assert all(one.detail.startswith("1 rows had times in the future, up to ") for one in found)
+    due = "SELECT queue_id IS NOT NULL FROM outbox.scheduled WHERE due_at <= now()"
+    assert connection.execute(due.encode()).fetchall() == [(True,)], "a message may be delayed for as long as it likes"
+    assert broker.claim_checks("shop") == [], "the immunity begins anew"
+    let_time_pass(connection, 61)
+    claimed = broker.claim_checks("shop")
+    assert {one.transaction_id for one in claimed} == {ahead.transaction_id, settled.transaction_id}
+    assert all(one.may_write for one in claimed)

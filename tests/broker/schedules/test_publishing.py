@@ -37,7 +37,7 @@ from outbox.contrib.schedules.schedule import (
     pause,
 )
 from outbox.topic import MessageType, Topic
-from tests.broker.support import GROUP, TOPICS, drain, in_threads, new_sequencer, process, queued_ids
+from tests.broker.support import GROUP, TOPICS, process, queued_ids
 from tests.restores import dump, reload_rows, restore_over
 from tests.round_trips import counted
 from tests.support import eventually
@@ -92,17 +92,6 @@ def test_a_due_moment_is_published_once_and_says_for_which_time(run: Executor) -
     assert (found.last_at, found.last_message_id, found.next_at) == (NOON + HOUR, message_id, NOON + 2 * HOUR)
 
 
-def test_the_message_is_queued_and_counted_like_any_committed_message(
-    run: Executor, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    declare(run, GROUP, [hourly()], now=NOON)
-    publish(run, NOON + HOUR)
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [id_of(GROUP, "report", NOON + HOUR)]
-    counted = count_messages(run)
-    assert counted.differences() == []
-
-
 @pytest.mark.parametrize("types", [{MessageType.NORMAL}, {MessageType.TRANSACTION}], ids=["normal", "transaction"])
 def test_topics_with_one_type_of_messages_accept_it(run: Executor, types: set[MessageType]) -> None:
     declare_topics(run, [Topic(name="alone", types=frozenset(types))])
@@ -143,20 +132,6 @@ def test_a_leader_killed_before_and_after_the_commit(run: Executor, database: Br
     assert moments(run) == [due, due + HOUR]
 
 
-def test_two_leaders_publish_each_moment_once(run: Executor, database: BrokerDatabase) -> None:
-    names = [f"report-{number}" for number in range(5)]
-    declare(run, GROUP, [hourly(name) for name in names], now=NOON)
-
-    def lead() -> None:
-        with contextlib.closing(database.open()) as connection:
-            for number in range(1, 9):
-                publish(Executor(connection, "outbox"), NOON + number * HOUR)
-
-    in_threads([lead, lead, lead])
-    found = published(run)
-    assert len(found) == len({message_id for _, message_id in found}) == 5 * 8
-
-
 def test_a_leader_that_read_a_moment_before_the_other_one_published_it(run: Executor, database: BrokerDatabase) -> None:
     """The row's lock makes the second leader wait; then it reads the row again."""
     declare(run, GROUP, [hourly()], now=NOON)
@@ -186,6 +161,7 @@ def test_the_broker_process_publishes_what_is_due_and_queues_it(
     declare(run, GROUP, [hourly(expression="* * * * *")], now=datetime.now(UTC) - timedelta(minutes=3))
     with process(database):
         eventually(lambda: queued_ids(connection), what="the queued message")
+    assert count_messages(run).differences() == []
     assert row(run).next_at > datetime.now(UTC)
 
 

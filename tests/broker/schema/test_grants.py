@@ -197,8 +197,8 @@ def test_the_role_of_the_session_counts_not_the_one_that_logged_in(
         connection.execute(sql.SQL("SET ROLE {}").format(login))
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not publish for producer group 'billing'"):
             connection.execute(
-                "SELECT outbox.append_half(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
-                " 'billing', 60, NULL)"
+                "SELECT outbox.append_one(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
+                " 'billing', true, true, 60, NULL)"
             )
         connection.execute(sql.SQL("SET ROLE {}").format(member))
         outcome = connection.execute("SELECT outbox.record_end(%s, 'C', 'shop')", [ended.transaction_id]).fetchall()
@@ -246,7 +246,7 @@ def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(
 ) -> None:
     """A new table that the worker may not use stopped consumption."""
     versions.become_next(tmp_path / "schema", monkeypatch)
-    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half FROM outbox_publish")
+    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_one FROM outbox_publish")
     with session(granted.as_role(Role.OWN)) as opened:
         assert install(opened, "outbox") == versions.NEXT
         declare_topics(Executor(opened, "outbox"), [Topic(name="more")])

@@ -75,18 +75,11 @@ def test_missing_tables_say_what_to_run(new_database: Callable[..., str]) -> Non
             check_schema(connection, "outbox")
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [("minimum_code = 99", "newer than this code"), ("version = 0", "not installed")],
-)
-def test_tables_too_new_or_without_a_version(broker_url: str, change: str, complaint: str) -> None:
+def test_tables_without_a_version(broker_url: str) -> None:
     with psycopg.connect(broker_url, autocommit=True) as connection:
-        connection.execute(f"UPDATE outbox.schema_version SET {change}".encode())
-        with pytest.raises(SchemaError, match=complaint):
+        connection.execute("UPDATE outbox.schema_version SET version = 0")
+        with pytest.raises(SchemaError, match="not installed"):
             check_schema(connection, "outbox")
-        if "99" in change:
-            with pytest.raises(SchemaError, match="upgrade the package"):
-                install(connection, "outbox")
 
 
 def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
@@ -209,15 +202,14 @@ def test_install_finds_its_gap_among_transactions_that_follow_one_another(old_ur
         in_threads([upgrade, partial(work, *tables), partial(work, *reversed(tables))])
 
 
-@pytest.mark.parametrize(("server_version", "said"), [(140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")])
-def test_a_server_that_is_too_old_is_named(server_version: int, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"PostgreSQL 15 or newer; this server is {said}: upgrade the server"):
+def test_a_server_that_is_too_old_is_named() -> None:
+    for server_version, said in ((140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")):
+        with pytest.raises(
+            ConfigurationError, match=rf"PostgreSQL 15 or newer; this server is {said}: upgrade the server"
+        ):
+            check_server(server_version)
+    for server_version in (150_000, 150_004, 160_000, 180_001):
         check_server(server_version)
-
-
-@pytest.mark.parametrize("server_version", [150_000, 150_004, 160_000, 180_001])
-def test_a_server_that_is_new_enough_will_do(server_version: int) -> None:
-    check_server(server_version)
 
 
 def test_the_server_is_looked_at_before_its_tables(

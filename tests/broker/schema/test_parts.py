@@ -17,6 +17,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations.deletion import empty
 from outbox.broker.operations.rules import survey
+from outbox.broker.schema import catalogue
 from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, missing_parts
 from outbox.broker.schema.uninstall import drop_part, rows_of_part, uninstall
@@ -206,11 +207,11 @@ def test_a_part_that_no_service_uses_is_dropped(bare: psycopg.Connection[Any], s
     service.has(None)
     with pytest.raises(UsageError, match="no part 'farewell' has tables"):
         drop_part(bare, "farewell")
-    before = schema_install.objects(Executor(bare, "outbox"))
+    before = catalogue.names(Executor(bare, "outbox"))
     assert rows_of_part(bare, "greeting") == {"greeting": 1}
     drop_part(bare, "greeting")
     assert recorded(bare) == []
-    dropped = before - schema_install.objects(Executor(bare, "outbox"))
+    dropped = before - catalogue.names(Executor(bare, "outbox"))
     assert dropped >= OBJECTS | {"tongue"} and "commit_log" not in dropped
     uninstall(bare)
 

@@ -4,7 +4,6 @@ next version's code takes over."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import run_broker
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, installed_version
 from outbox.errors import SchemaError
 from tests.broker.schema import versions
@@ -123,7 +121,7 @@ def test_the_old_code_publishes_on_the_upgraded_tables(
         with contextlib.closing(PostgresBroker(BrokerDatabase(broker_url))) as broker:
             broker.send([message()])
             broker.send_half(half())
-        assert count(connection, FILLED) == 1
+        assert count(connection, FILLED) == 2
         assert count(connection, "SELECT count(*) FROM outbox.commit_log") == 2
 
 
@@ -137,24 +135,6 @@ def test_the_new_code_names_the_command_to_run_on_the_old_tables(
     with contextlib.closing(PostgresBroker(BrokerDatabase(broker_url))) as broker:
         with pytest.raises(SchemaError, match=r"manage\.py migrate --database"):
             broker.send([message()])
-
-
-def test_the_new_broker_process_waits_for_the_tables(
-    broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    versions.become_next(tmp_path / "schema", monkeypatch)
-    stop = threading.Event()
-    process = threading.Thread(target=run_broker, args=(BrokerDatabase(broker_url), stop))
-    process.start()
-    try:
-        eventually(lambda: "manage.py migrate --database" in caplog.text)
-        with psycopg.connect(broker_url, autocommit=True) as connection:
-            install(connection, "outbox")
-            leader = "SELECT count(*) FROM outbox.leader_lease WHERE owner IS NOT NULL"
-            eventually(lambda: count(connection, leader) == 1, what="it leads")
-    finally:
-        stop.set()
-        process.join(20)
 
 
 def test_a_change_can_refuse_the_code_before_it(

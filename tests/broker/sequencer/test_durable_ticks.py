@@ -65,7 +65,7 @@ def test_an_end_waits_unless_a_ledger_knows_the_answer(server: Server) -> None:
         with psycopg.connect(server.database.conninfo, autocommit=True) as connection:
             run = Executor(connection, "outbox")
             commit_log.append_half(run, TopicCatalog(), half)
-            decisions.record_ends(run, [end(half.transaction_id)])
+            decisions.record_end(run, end(half.transaction_id))
             if flushes:
                 decisions.flush(run)
         server.crash()

@@ -18,9 +18,10 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.key_order import KeyOrder
 from outbox.message import Message
+from outbox.topic import Topic
 from outbox.transaction import Answer, Check, CheckSettings, Decision
 from outbox.utils.ids import uuid7
-from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
+from tests.broker.support import ANY, FIFO, assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
 from tests.support import eventually
 
 
@@ -28,25 +29,6 @@ def _send_half(broker: PostgresBroker, key: str, topic: str = "ordered") -> UUID
     one = half(message(topic, key=key))
     broker.send_half(one)
     return one.transaction_id
-
-
-def test_transactional_and_ordered(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    first, second, third = (_send_half(broker, "k") for _ in range(3))
-    sequencer = new_sequencer(database)
-    broker.end([end(third)])
-    broker.end([end(second)])
-    assert drain(sequencer, connection).held == 2
-    assert queued_ids(connection) == []
-    other = _send_half(broker, "another key")
-    broker.end([end(other)])
-    drain(sequencer, connection)
-    assert queued_ids(connection) == [other]
-    broker.end([end(first)])
-    drain(sequencer, connection)
-    assert [entry.message_id for entry in queued(connection) if entry.key == "k"] == [first, second, third]
-    assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
 
 
 def test_a_new_leader_after_a_cut_backlog_knows_what_was_decided_but_not_read(
@@ -243,3 +225,42 @@ def test_random_decisions_on_a_real_broker_keep_every_key_in_order(
         expected = [one for one in ids if one not in rolled_back]
         assert [entry.message_id for entry in entries if entry.key == key] == expected
     assert_gapless(connection)
+
+
+# -- a topic becomes FIFO, or stops to be, while messages are open ------------------------------------------
+
+
+def test_halves_of_before_keep_their_place_when_a_topic_becomes_fifo(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first = half(message("orders", key="k"))
+    broker.send_half(first)
+    sequencer = new_sequencer(database)
+    # The sequencer has read past the open half, which blocked no message.
+    drain(sequencer, connection)
+    broker.send([message("orders", key="another")])
+    drain(sequencer, connection)
+    broker.declare([Topic(name="orders", types=FIFO, queue_count=4)])
+    second = message("orders", key="k")
+    broker.send([second])
+    assert drain(sequencer, connection).held == 1
+    broker.end([end(first.transaction_id)])
+    drain(sequencer, connection)
+    assert queued_ids(connection)[-2:] == [first.transaction_id, second.message_id]
+
+
+def test_held_messages_continue_when_a_topic_is_not_fifo_any_more(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first = half(message("ordered", key="k"))
+    broker.send_half(first)
+    behind = message("ordered", key="k")
+    broker.send([behind])
+    sequencer = new_sequencer(database)
+    assert drain(sequencer, connection).held == 1
+    broker.declare([Topic(name="ordered", types=ANY, queue_count=2)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [behind.message_id]
+    broker.end([end(first.transaction_id)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [behind.message_id, first.transaction_id]

@@ -90,11 +90,3 @@ def test_control_an_id_cursor_loses_messages(database: BrokerDatabase) -> None:
 def test_control_an_xmin_horizon_stalls_behind_an_open_transaction(database: BrokerDatabase) -> None:
     verdict = judge(database, [XminHorizon()])
     assert verdict.stalled and not verdict.lost
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
-def test_many_writers_and_three_leaders(database: BrokerDatabase, seed: int) -> None:
-    leaders = [_leader(database, batch=batch) for batch in (20_000, 50, 5)]
-    verdict = judge(database, leaders, writers=12, transactions=300, seed=seed)
-    assert verdict.is_clean, verdict

@@ -179,30 +179,6 @@ def test_looking_for_parked_blockers_reads_no_others(
         assert rows < 50
 
 
-def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    sequencer = new_sequencer(database, clock=still)
-    another_consumer(connection)
-    sequencer.run_once(connection)
-    with contextlib.closing(database.open()) as consumer:
-        listen(Executor(consumer, "outbox"), Channel.QUEUED)
-        announcements = Announcements(consumer)
-        broker.send([message(deliver_at=datetime.now(UTC) + timedelta(hours=1))])
-        assert sequencer.run_once(connection).scheduled == 1
-        assert announcements.wait(0) == {}, "nothing was appended"
-        broker.send([message()])
-        with wire(connection) as wired:
-            sequencer.run_once(connection)
-        assert (wired.round_trips, wired.statements) == (1, 4)
-        assert announcements.wait(10) == {"outbox_queued": {""}}, "the announcements of the former leader are not known"
-        broker.send([message()])
-        assert sequencer.run_once(connection).appended == 1
-        newest = "SELECT queue_id FROM outbox.consume_queue ORDER BY log_id DESC LIMIT 1"
-        [(queue_id,)] = connection.execute(newest).fetchall()
-        assert announcements.wait(10) == {"outbox_queued": {str(queue_id)}}, "it has announced its last tick itself"
-
-
 def test_a_tick_stays_committed_when_its_announcement_is_refused(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

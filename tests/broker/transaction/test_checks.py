@@ -163,21 +163,6 @@ def test_the_scan_never_misses_a_late_commit_and_never_moves_twice(
     assert _pending(connection) == {one.transaction_id for one in (late, *others)}
 
 
-def test_concurrent_scans(broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection) -> None:
-    halves = [half(message(), message()) for _ in range(50)]
-    for one in halves:
-        broker.send_half(one)
-
-    def scan() -> None:
-        with database.connect() as own:
-            for _ in range(10):
-                half_scan.scan_halves(Executor(own, "outbox"), immunity_seconds=6, batch=9)
-
-    in_threads([scan] * 4)
-    checks.scan(Executor(connection, "outbox"), settings=NOW)
-    assert _pending(connection) == {one.transaction_id for one in halves}
-
-
 def test_a_scan_that_stops_early_reports_that_more_may_be_left(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

@@ -119,24 +119,6 @@ def test_messages_of_one_call_keep_their_order(
     assert queued_ids(connection) == [one.message_id for one in batch]
 
 
-def test_the_atomic_path_shares_the_fate_of_the_local_transaction(
-    database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    catalog = TopicCatalog()
-    kept, lost, inner = message(), message(), message()
-    with contextlib.closing(database.connect()) as application:
-        with application.transaction():
-            commit_log.append_decided(Executor(application, "outbox"), catalog, [kept], producer_group="shop")
-            with contextlib.suppress(ZeroDivisionError), application.transaction():
-                commit_log.append_decided(Executor(application, "outbox"), catalog, [inner])
-                raise ZeroDivisionError
-        with contextlib.suppress(ZeroDivisionError), application.transaction():
-            commit_log.append_decided(Executor(application, "outbox"), catalog, [lost])
-            raise ZeroDivisionError
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [kept.message_id]
-
-
 def test_an_end_that_names_a_later_message_of_a_transaction_is_refused(broker: PostgresBroker) -> None:
     two = HalfTransaction(producer_group=half().producer_group, messages=[message(), message()])
     broker.send_half(two)

@@ -17,7 +17,7 @@ from outbox.broker.operations.summary import read as read_summary
 from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, parking
-from outbox.transaction import Answer, Check, CheckSettings, Decision, HalfTransaction, ParkReason
+from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus, HalfTransaction, ParkReason
 from tests.broker.support import end, half, let_time_pass
 
 NOW = CheckSettings(immunity_seconds=0, recheck_seconds=0)
@@ -113,6 +113,42 @@ def test_a_transaction_with_a_long_immunity_is_not_parked_by_its_age(
     assert park(connection) == 0
     let_time_pass(connection, HOUR + THREE_DAYS + 1)
     assert park(connection) == 1
+
+
+def test_past_the_limits_it_is_parked_and_a_late_end_still_decides(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = parked_by_checks(at_once)
+    assert asked(at_once) == []
+    assert parked(connection) == {one.transaction_id: ParkReason.CHECKS}
+    [incident] = incidents.recent(Executor(connection, "outbox"))
+    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
+    assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
+    assert parked_facts(Executor(connection, "outbox")) == []
+
+
+def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    at_once.send_half(half())
+    for _ in range(NOW.max_checks + 2):
+        at_once.report_answers("shop", answer(at_once.claim_checks("shop"), counts=False))
+    let_time_pass(connection, 100)
+    park(connection)
+    assert parked(connection) == {}
+
+
+def test_a_parked_one_is_asked_hourly_and_when_its_group_comes_back(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = parked_by_checks(at_once)
+    assert asked(at_once) == []
+    let_time_pass(connection, HOUR)
+    [check] = at_once.claim_checks("shop")
+    assert (check.transaction_id, check.checks) == (one.transaction_id, NOW.max_checks)
+    for _ in range(2):
+        let_time_pass(connection, 200)
+        assert asked(at_once) == []
+    let_time_pass(connection, 400)
+    assert asked(at_once) == [one.transaction_id], "its group came back"
 
 
 def test_a_decided_transaction_is_not_parked(at_once: PostgresBroker, connection: BrokerConnection) -> None:

@@ -1254,7 +1254,7 @@ def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) 
 
 
 def _lock_number(topic: str, key: str) -> int:
-    digest = hashlib.blake2b(f"{topic}\x00{key}".encode(), digest_size=8).digest()
+    digest = hashlib.sha256(f"{topic}\x00{key}".encode()).digest()[:8]
     return int.from_bytes(digest, signed=True)
 
 
