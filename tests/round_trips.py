@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from psycopg import Connection
-from psycopg.pq import PGconn
+from psycopg.pq.abc import PGconn
 
 
 @contextlib.contextmanager

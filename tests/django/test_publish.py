@@ -116,14 +116,6 @@ def test_using_names_the_transaction() -> None:
     assert decisions() == {"on-other": "R", "on-default": "C"}
 
 
-def test_the_one_alias_in_a_transaction_is_found() -> None:
-    with transaction.atomic(using="other"):
-        publish("orders", {}, key="other")
-    assert decisions() == {"other": "C"}
-    assert len(ledger_ids("other")) == 1
-    assert ledger_ids("default") == []
-
-
 def test_another_kind_of_database_takes_the_two_phase_path() -> None:
     with transaction.atomic(using="lite"):
         order("lite", using="lite")

@@ -64,7 +64,7 @@ class OutboxForTests(ABC):
         self._groups = groups
         self._errors: list[Exception] = []
         self._handled: list[HandledCall] = []
-        self._tasks = _captured_tasks()
+        self._tasks = _tasks
         autodiscover()
 
     @abstractmethod
@@ -273,10 +273,6 @@ def changed_settings(keys: dict[str, Any]) -> Iterator[None]:
 
 
 _tasks: list[CapturedTask] = []
-
-
-def _captured_tasks() -> list[CapturedTask]:
-    return _tasks
 
 
 @contextmanager

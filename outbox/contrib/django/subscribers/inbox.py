@@ -966,7 +966,7 @@ class _Call:
         if shared is None:
             return results
         shared.run_callbacks()
-        return [*results, *shared.results()]
+        return [*results, *shared.results]
 
     def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
         _end_wrapping(connections.all(initialized_only=True))
