@@ -27,11 +27,6 @@ def part_urls() -> list[str]:
     return [f"outbox.contrib.{name}.urls" for name in _with("urls")]
 
 
-def part_settings() -> list[str]:
-    """Return the modules with the settings of the parts in the folder outbox/contrib."""
-    return [f"outbox.contrib.{name}.settings" for name in _with("settings")]
-
-
 def _with(module: str) -> list[str]:
     [folder] = map(Path, outbox.contrib.__path__)
     return [path.parent.name for path in sorted(folder.glob(f"*/{module}.py")) if path.parent.name != "django"]

@@ -8,12 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from psycopg import Connection
+from psycopg.pq.abc import PGconn
 
 
 @contextlib.contextmanager
-def counted(connection: Connection) -> Iterator[Callable[[], int]]:
+def counted(connection: Connection | PGconn) -> Iterator[Callable[[], int]]:
     """The number of ReadyForQuery messages of the server since the last call."""
-    pgconn = connection.pgconn
+    pgconn = connection.pgconn if isinstance(connection, Connection) else connection
     with tempfile.TemporaryFile() as trace:
         pgconn.trace(trace.fileno())
 

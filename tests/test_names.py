@@ -15,9 +15,10 @@ from outbox import errors
 from outbox.contrib.django.settings.conf import TopicOptions
 from outbox.contrib.django.settings.definition import definitions
 from tests.django import configured
-from tests.house.tables import SETTINGS, environment
+from tests.house.tables import SETTINGS
 from tests.libraries import NEEDED_BY
 from tests.part_apps import command_files
+from tests.test_definitions import variables_that_are_read
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "maintainers" / "names.md"
 BY_PATH = "By their paths"
@@ -41,7 +42,7 @@ def names_of_the_code() -> dict[str, set[str]]:
         "outbox.contrib.django": set(outbox.contrib.django.__all__),
         "Settings: OUTBOX": {one.name for kind in SETTINGS for one in definitions(kind).values()},
         'Options of a topic: OUTBOX["TOPICS"][name]': {item.name for item in fields(TopicOptions)},
-        "Environment variables": {variable.name for variable in environment()},
+        "Environment variables": variables_that_are_read(),
         "Commands": {path.stem for path in command_files()} | ours,
         "Errors: outbox.errors": {
             name

@@ -34,12 +34,6 @@ class InMemory(OutboxTestMixin, TestCase):
         assert self.outbox.drain() == 2
         assert effects() == ["kept", "step-kept"]
 
-    def test_captured_callbacks(self) -> None:
-        with self.captureOnCommitCallbacks(execute=True) as callbacks:
-            place("captured")
-        assert callbacks
-        assert self.outbox.drain() == 2
-
     def test_reset(self) -> None:
         place("gone")
         self.outbox.reset()
@@ -54,14 +48,6 @@ class InMemoryWithItsReplica(OutboxTestMixin, TestCase):
 
     def test_publishing(self) -> None:
         assert connections["replica"].settings_dict["NAME"] == connections["default"].settings_dict["NAME"]
-        place("kept")
-        assert self.outbox.drain() == 2
-
-
-class InMemoryCommitted(OutboxTestMixin, TransactionTestCase):
-    """Its blocks really commit."""
-
-    def test_publishing(self) -> None:
         place("kept")
         assert self.outbox.drain() == 2
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from outbox.contrib.django import publish
@@ -33,30 +31,6 @@ def test_in_memory(outbox: InMemoryOutbox, number: str) -> None:
     assert [item.key for item in outbox.messages("orders")] == [number]
     assert outbox.drain() == 2
     assert effects() == [number, f"step-{number}"]
-
-
-def test_redelivery_in_memory(outbox: InMemoryOutbox) -> None:
-    place("again")
-    assert outbox.drain() == 2
-    assert outbox.redeliver() == 0
-    assert effects() == ["again", "step-again"]
-    assert outbox.redeliver(bypass_inbox=True) == 2
-    assert effects() == ["again", "again", "step-again", "step-again"]
-    outbox.reset()
-    assert outbox.redeliver(bypass_inbox=True) == 0
-
-
-def test_captured_callbacks(outbox: InMemoryOutbox, django_capture_on_commit_callbacks: Any) -> None:
-    with django_capture_on_commit_callbacks(execute=True) as callbacks:
-        place("captured")
-    assert callbacks
-    assert outbox.drain() == 2
-
-
-@pytest.mark.django_db(transaction=True)
-def test_in_memory_and_committed(outbox: InMemoryOutbox) -> None:
-    place("kept")
-    assert outbox.drain() == 2
 
 
 @pytest.mark.parametrize("number", ["1", "2", "3"])

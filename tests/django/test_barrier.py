@@ -236,13 +236,6 @@ def test_the_same_race_fails_with_a_checker_without_tombstones(pool: ThreadPoolE
     pytest.fail("1,000 races without a tombstone and no contradiction: the race proves nothing")
 
 
-@pytest.mark.soak
-def test_thousands_of_races_agree(alias: str, pool: ThreadPoolExecutor) -> None:
-    seen = race(alias, 5000 if alias == "default" else 2000, pool)
-    assert contradictions(seen) == []
-    assert {outcome for outcome, _, _ in seen} == {"C", "R"}
-
-
 @pytest.mark.slow
 def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor) -> None:
     """Thousands of transactions against two checkers that check all of them, in opposite orders."""

@@ -28,7 +28,6 @@ from outbox.errors import (
     InvalidSubscription,
     LeaseLost,
     PermanentError,
-    StepOutcomeUnknown,
     TransactionUsageError,
 )
 from outbox.ports import ClaimedElsewhere, Disposition
@@ -162,35 +161,6 @@ def test_finish_fails_if_a_block_inside_it_is_left_open(alias: str, is_watched: 
     assert numbers(alias) == ["next"]
 
 
-@pytest.mark.parametrize("how", ["finish", "write", "publish", "finish in atomic"])
-def test_a_message_is_not_done_after_a_caught_error(how: str, alias: str) -> None:
-    """A handler that catches the error of its writes has not written, so its message must not be done."""
-    refuses = [True]
-
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        with contextlib.suppress(BaseException):
-            if how == "write" and refuses:
-                Effect.objects.using(alias).create(number="stray")
-            elif how == "publish" and refuses:
-                publish("orders", {})
-            elif how == "finish in atomic" and refuses:
-                with transaction.atomic(using=alias), given.finish():
-                    Effect.objects.using(alias).create(number=given.key)
-            else:
-                with given.finish():
-                    Effect.objects.using(alias).create(number=given.key)
-                    if refuses:
-                        raise Refused
-
-    once = delivery()
-    assert isinstance(run(once), Refused if how == "finish" else TransactionUsageError)
-    assert (numbers(alias), InboxEntry.objects.using(alias).count()) == ([], 0)
-    refuses.clear()
-    assert run(once) == HANDLED
-    assert numbers(alias) == ["one"]
-
-
 def test_a_finish_that_fails_may_be_repeated() -> None:
     @subscriber("orders", group="slow", effects="outside")
     def slow(given: ClaimedDelivery) -> None:
@@ -202,58 +172,6 @@ def test_a_finish_that_fails_may_be_repeated() -> None:
 
     assert run(delivery()) == HANDLED
     assert numbers() == ["done"]
-
-
-def test_an_error_after_commit_does_not_repeat_the_handler(alias: str) -> None:
-    """The callback fails after COMMIT, so the message is done."""
-
-    def fail() -> None:
-        raise Refused
-
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        with given.finish():
-            Effect.objects.using(alias).create(number=given.key)
-            transaction.on_commit(fail, using=alias)
-
-    once = delivery()
-    assert [run(once), run(once)] == [HANDLED, SKIPPED]
-    assert numbers(alias) == ["one"]
-
-
-def test_a_message_that_was_committed_by_hand_and_then_failed_is_given_up(alias: str) -> None:
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        with given.finish():
-            Effect.objects.using(alias).create(number=given.key)
-            # Django's cursors refuse this statement.
-            connections[alias].connection.cursor().execute("COMMIT")
-            raise Refused
-
-    once = delivery()
-    found = run(once)
-    assert isinstance(found, PermanentError) and "by hand" in str(found)
-    assert numbers(alias) == ["one"]
-    assert not ClaimEntry.objects.using(alias).exists()
-    assert run(once) == SKIPPED
-
-
-@pytest.mark.parametrize("when", ["before finish", "after finish"])
-def test_an_exit_of_the_handler_ends_its_claim(when: str) -> None:
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        if when == "after finish":
-            with given.finish():
-                pass
-        raise SystemExit
-
-    once = delivery()
-    if when == "after finish":
-        assert [run(once), run(once)] == [HANDLED, SKIPPED]
-        return
-    with pytest.raises(SystemExit):
-        run(once)
-    assert not ClaimEntry.objects.filter(expires_at__gt=Now()).exists()
 
 
 def test_a_thread_of_the_handler_stores_nothing_after_the_attempt() -> None:
@@ -322,25 +240,6 @@ def test_a_claimed_message_is_not_handled_a_second_time_meanwhile(alias: str) ->
     assert run(once) == SKIPPED
 
 
-@pytest.mark.usefixtures("short_terms")
-def test_a_claim_is_renewed_while_the_handler_runs() -> None:
-    started, proceed = threading.Event(), threading.Event()
-
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        started.set()
-        assert proceed.wait(20)
-
-    once = delivery()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once)
-        assert started.wait(20)
-        wait_for_renewals(ClaimEntry.objects.all())
-        assert isinstance(run(once), ClaimedElsewhere)
-        proceed.set()
-        assert first.result(20) == HANDLED
-
-
 @contextlib.contextmanager
 def locked(text: str) -> Iterator[None]:
     """Another session holds locks on the database of `default`."""
@@ -383,24 +282,6 @@ def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
         finally:
             proceed.set()
         assert [call.result(20) for call in calls] == [HANDLED, HANDLED]
-
-
-def test_a_claim_that_ends_renews_no_other_claim() -> None:
-    proceed = threading.Event()
-
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        if given.key == "long":
-            assert proceed.wait(20)
-
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(in_thread, delivery("long"))
-        eventually(lambda: ClaimEntry.objects.count() == 1)
-        before = ClaimEntry.objects.get().expires_at
-        assert [run(delivery(str(number))) for number in range(5)] == [HANDLED] * 5
-        assert ClaimEntry.objects.get().expires_at == before
-        proceed.set()
-        assert long.result(20) == HANDLED
 
 
 def expire() -> None:
@@ -558,21 +439,6 @@ def test_a_database_that_does_not_answer_is_no_attempt() -> None:
     assert isinstance(result, HandlerNotStarted) and "nowhere" in str(result)
 
 
-def test_a_connection_that_broke_during_a_slow_call_is_replaced() -> None:
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        with connections["other"].cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
-                [connections["default"].settings_dict["NAME"]],
-            )
-        with given.finish():
-            Effect.objects.create(number=given.key)
-
-    assert run(delivery()) == HANDLED
-    assert numbers() == ["one"]
-
-
 # -- steps -----------------------------------------------------------------------------------------
 
 
@@ -614,27 +480,6 @@ def test_a_step_that_fails_is_repeated_with_the_same_key(alias: str) -> None:
     assert calls[0] == calls[1] != calls[2]
 
 
-def test_a_step_that_may_run_once_is_not_repeated(alias: str) -> None:
-    calls: list[str] = []
-    found: list[StepOutcomeUnknown] = []
-
-    def charge() -> None:
-        calls.append("charge")
-        raise Refused
-
-    @subscriber("orders", group="slow", effects="outside", using=alias)
-    def slow(given: ClaimedDelivery) -> None:
-        try:
-            given.step("charge", charge, once=True)
-        except StepOutcomeUnknown as error:
-            found.append(error)
-
-    once = delivery()
-    assert [type(run(once)), run(once)] == [Refused, HANDLED]
-    assert calls == ["charge"]
-    assert str(once.message_id) in str(found[0])
-
-
 @pytest.mark.parametrize("result", [object(), "x" * 5_000_000, float("nan")])
 def test_a_result_that_cannot_be_stored_is_refused(result: object) -> None:
     @subscriber("orders", group="slow", effects="outside")
@@ -666,24 +511,11 @@ def _other_alias(_: ClaimedDelivery) -> None:
     Effect.objects.using("other").create(number="stray")
 
 
-def _update(_: ClaimedDelivery) -> None:
-    Effect.objects.update(number="stray")
-
-
-def _delete(_: ClaimedDelivery) -> None:
-    Effect.objects.all().delete()
-
-
-def _in_atomic(_: ClaimedDelivery) -> None:
-    with transaction.atomic():
-        Effect.objects.create(number="stray")
-
-
 def _publish(_: ClaimedDelivery) -> None:
     publish("orders", {}, at_once=True)
 
 
-@pytest.mark.parametrize("write", [_create, _other_alias, _update, _delete, _in_atomic, _publish])
+@pytest.mark.parametrize("write", [_create, _other_alias, _publish])
 def test_a_write_outside_of_finish_is_refused_by_name(write: Any) -> None:
     @subscriber("orders", group="slow", effects="outside")
     def slow(given: ClaimedDelivery) -> None:
@@ -753,27 +585,6 @@ def test_no_transaction_is_open_during_a_slow_call(place: str, what: str) -> Non
     found = run(delivery())
     assert isinstance(found, TransactionUsageError) and "a transaction is open" in str(found)
     assert not calls
-
-
-@pytest.mark.parametrize("place", ["inside finish", "after finish", "in atomic"])
-def test_steps_and_finish_need_their_own_transactions(place: str) -> None:
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        if place == "in atomic":
-            with transaction.atomic(), given.finish():
-                pass
-        with given.finish():
-            if place == "inside finish":
-                given.step("one", lambda: 1)
-        with pytest.raises(TransactionUsageError) as refused:
-            given.step("one", lambda: 1)
-        found.append(refused.value)
-
-    found: list[Any] = []
-    result = run(delivery())
-    error = found[0] if found else result
-    assert isinstance(error, TransactionUsageError) and "was not done" in str(error)
-    assert (result == HANDLED) is (place == "after finish")
 
 
 # -- declarations ----------------------------------------------------------------------------------

@@ -28,17 +28,6 @@ def create(number: str, *, fail: bool = False) -> Order:
     return order
 
 
-@transactional_message(
-    "orders",
-    key=lambda result: result.pk,
-    body=lambda result, number: {"id": result.pk, "number": number},
-    headers=lambda number: {"number": number},
-    tag="created",
-)
-def create_with_id(number: str) -> Order:
-    return Order.objects.create(number=number)
-
-
 class Till:
     """The decorator on a method."""
 
@@ -63,11 +52,6 @@ def test_an_exception_before_commit_is_reported_as_rollback_at_once(path: str) -
     assert decisions() == ({"dropped": "R"} if path == "two_phase" else {})
     assert [item.decided_by for item in stored()] == (["P"] if path == "two_phase" else [])
     assert not Order.objects.exists()
-
-
-def test_what_needs_the_result_is_built_before_commit() -> None:
-    order = create_with_id("kept")
-    assert decisions() == {str(order.pk): "C"}
 
 
 def test_set_rollback_is_reported_too(path: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from asgiref.sync import async_to_sync
 from django.conf import settings as django_settings
 from django.db import connections, transaction
 from django.test.utils import override_settings
@@ -30,22 +29,6 @@ def save() -> None:
     Payment.objects.create(reference="routed")
 
 
-def get_or_create() -> None:
-    Payment.objects.get_or_create(reference="routed")
-
-
-def bulk_create() -> None:
-    Payment.objects.bulk_create([Payment(reference="routed")])
-
-
-def update() -> None:
-    Payment.objects.update(reference="routed")
-
-
-def delete() -> None:
-    Payment.objects.filter(reference="there").delete()
-
-
 def in_a_block_of_its_own() -> None:
     with transaction.atomic(using="other"):
         save()
@@ -62,7 +45,7 @@ def raw(statement: str | sql.Composable) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "write",
     [
-        *(save, get_or_create, bulk_create, update, delete, in_a_block_of_its_own),
+        *(save, in_a_block_of_its_own),
         raw("-- a comment\nINSERT INTO shop_payment (reference) VALUES ('routed')"),
         raw(
             "/* a comment */ with new as (insert into shop_payment (reference) values ('routed') returning 1) table new"
@@ -132,20 +115,3 @@ def test_a_nested_call_that_names_its_own_database_is_free_and_the_outer_one_wat
     run_check_back()
     assert decisions() == {"outer": "R", "inner": "C"}
     Payment.objects.create(reference="outside of any call")
-
-
-async def _async_write() -> None:
-    await Payment.objects.acreate(reference="routed")
-
-
-def test_coroutines_are_watched_too() -> None:
-
-    @transactional_message("orders", key="async", body={})
-    async def place() -> None:
-        await Order.objects.acreate(number="async")
-        await _async_write()
-
-    with pytest.raises(TransactionUsageError, match="'other'"):
-        async_to_sync(place)()
-    assert not Payment.objects.exists()
-    assert decisions() == {"async": "R"}

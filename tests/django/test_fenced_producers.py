@@ -11,7 +11,6 @@ import pytest
 from django.db import connections, transaction
 
 from outbox.contrib.django import fenced_producer, get_broker, message, publish_messages, run_check_back
-from outbox.contrib.django.models import LedgerEntry
 from outbox.contrib.django.publishing.fenced_producers import FencedProducer
 from outbox.errors import InvalidMessage, LeftoversUndecided, ProducerFenced
 from tests.django.shop.models import Order
@@ -35,21 +34,6 @@ def test_all_or_none_over_several_topics(path: str) -> None:
         publish_three(("d", "e", "f"))
     run_check_back()
     assert {key: decision for key, decision in decisions().items() if decision == "C"} == dict.fromkeys("abc", "C")
-
-
-def test_one_ledger_row_however_many_messages(path: str) -> None:
-    before = LedgerEntry.objects.count()
-    with transaction.atomic():
-        publish_three()
-    assert LedgerEntry.objects.count() - before == (1 if path == "two_phase" else 0)
-
-
-def test_a_savepoint_around_the_whole_takes_its_messages_with_it(path: str) -> None:
-    with transaction.atomic():
-        with rolled_back():
-            publish_three()
-        publish_three(("d", "e", "f"))
-    assert {key for key, decision in decisions().items() if decision == "C"} == set("def")
 
 
 def test_many_transactions_over_the_same_keys_in_any_order_do_not_deadlock(path: str) -> None:

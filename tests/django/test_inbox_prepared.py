@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +102,6 @@ def test_nothing_is_prepared_if_psycopg_prepares_statements(monkeypatch: pytest.
     assert prepared() == []
     assert isinstance(run([delivery("poison")])[0], Exception)
     handle(1)
-
-
-def test_an_execute_wrapper_of_the_application_sees_the_statements_of_the_inbox() -> None:
-    register()
-    seen: list[str] = []
-
-    def noted(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
-        seen.append(sql)
-        return execute(sql, *rest)
-
-    with connections["default"].execute_wrapper(noted):
-        handle(2)
-    assert sum("INSERT INTO outbox_inbox" in sql for sql in seen) == 2
-    assert sum("SELECT message_id FROM outbox_inbox" in sql for sql in seen) == 2
-    assert prepared() == []
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, connections
 
 from outbox import Delivery
 from outbox.contrib.django import subscriber
@@ -80,23 +80,6 @@ def test_what_only_commit_refuses_has_failed_and_is_tried_again() -> None:
     for _ in range(2):
         assert isinstance(run([once])[0], IntegrityError)
     assert effects() == []
-
-
-def test_callbacks_run_once_after_the_commit_and_their_errors_undo_nothing() -> None:
-    seen: list[Any] = []
-
-    def after() -> None:
-        seen.append((connections["default"].in_atomic_block, effects()))
-        raise ValueError("too late")
-
-    @subscriber("orders", group="effects")
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        transaction.on_commit(after)
-
-    assert run([delivery("one")]) == [Disposition.HANDLED]
-    assert seen == [(False, ["one"])]
-    assert connections["default"].get_autocommit()
 
 
 def test_another_isolation_level_stays_what_it_is() -> None:

@@ -50,26 +50,6 @@ def test_method_decorator_on_a_view() -> None:
     assert list(Order.objects.values_list("number", flat=True)) == ["good"]
 
 
-@method_decorator(transactional_message("orders", key=lambda number: number, body={}), name="post")
-class AsyncDecorated(View):
-    """Django marks what method_decorator makes of a coroutine."""
-
-    async def post(self, request: HttpRequest, number: str) -> HttpResponse:
-        await Order.objects.acreate(number=number)
-        if number == "bad":
-            raise Refused
-        return HttpResponse(status=201)
-
-
-def test_method_decorator_on_an_async_view() -> None:
-    view: Any = AsyncDecorated.as_view()
-    assert async_to_sync(view)(AsyncRequestFactory().post("/"), number="good").status_code == 201
-    with pytest.raises(Refused):
-        async_to_sync(view)(AsyncRequestFactory().post("/"), number="bad")
-    assert decisions() == {"good": "C", "bad": "R"}
-    assert list(Order.objects.values_list("number", flat=True)) == ["good"]
-
-
 def test_method_decorator_on_a_method_with_parameters_of_its_own() -> None:
     class Till:
         @method_decorator(transactional_message("orders", key=lambda amount: amount, body={}))

@@ -94,22 +94,6 @@ def test_a_batch_names_the_first_few(kept: Kept) -> None:
     assert (found["key"], found["transaction_id"]) == ("o1", str(receipts[0].transaction_id))
 
 
-def test_a_failed_attempt_names_its_message(kept: Kept) -> None:
-    @subscriber("orders", group="effects")
-    def effect(delivery: Delivery) -> None:
-        raise PermanentError("never")
-
-    receipt = publish("orders", {}, key="o1", at_once=True)
-    consume()
-    assert kept.about("it is given up") == {
-        "message_id": str(receipt.message_id),
-        "transaction_id": str(receipt.transaction_id),
-        "group": "effects",
-        "topic": "orders",
-        "key": "o1",
-    }
-
-
 def test_tests_of_applications_see_the_same(kept: Kept) -> None:
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:

@@ -206,17 +206,6 @@ def test_after_a_deadlock_that_was_caught_nothing_is_published() -> None:
     assert (orders(), decisions()) == ([], {})
 
 
-def test_a_transaction_begun_by_hand_is_refused() -> None:
-    execute("BEGIN")
-    try:
-        with pytest.raises(TransactionUsageError, match="begun by hand"):
-            publish("orders", {}, using=ALIAS, at_once=True)
-    finally:
-        execute("ROLLBACK")
-    publish("orders", {}, key="alone", using=ALIAS, at_once=True)
-    assert decisions() == {"alone": "C"}
-
-
 def test_a_lock_timeout_in_a_publish_call_is_named() -> None:
     with closing(open_connection(ALIAS)) as other, other.cursor() as cursor:
         cursor.execute("LOCK TABLES outbox_ledger WRITE")
@@ -276,22 +265,6 @@ def test_check_back_decides_for_a_killed_producer(step: str, decided: str) -> No
 
     eventually(is_decided, within_seconds=30, what=lambda: str(decisions()))
     assert orders() == (["paid"] if decided == "C" else [])
-
-
-def test_groups_that_differ_in_case_have_their_own_rows() -> None:
-    once = uuid7()
-    for name in ("mail", "Mail"):
-
-        @subscriber("orders", group=name, using=ALIAS)
-        def effect(given: Delivery, name: str = name) -> None:
-            Effect.objects.using(ALIAS).create(number=name)
-
-    assert [deliver("one", name, once) for name in ("mail", "Mail", "mail")] == [
-        Disposition.HANDLED,
-        Disposition.HANDLED,
-        Disposition.SKIPPED,
-    ]
-    assert sorted(Effect.objects.using(ALIAS).values_list("number", flat=True)) == ["Mail", "mail"]
 
 
 def test_every_text_of_our_tables_is_compared_exactly() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.exceptions import MiddlewareNotUsed
-from django.utils.decorators import async_only_middleware
 
 from outbox import Delivery
-from outbox.contrib.django import publish, publish_many, subscriber
+from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.operations.checks import check_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -21,10 +20,10 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, PermanentError, TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.effects.own_transaction import transaction_id
-from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
-from tests.django.test_shared_transactions import deliveries, effects
+from tests.django.test_inbox import effects
+from tests.django.test_shared_transactions import deliveries
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -56,15 +55,6 @@ class Inner:
         keys = [one.key for one in given] if isinstance(given, list) else given.key
         SEEN.append(f"inner {keys}")
         self.handle(given)
-
-
-@async_only_middleware
-def writing(handle: Handle) -> Handle:
-    async def middleware(given: Delivery) -> None:
-        await Effect.objects.acreate(number=f"before {given.key} {await sync_to_async(transaction_id)()}")
-        await handle(given)
-
-    return middleware
 
 
 def noting(handle: Handle) -> Handle:
@@ -126,11 +116,6 @@ def returns_two_parameters(handle: Handle) -> Callable[..., Any]:
     return lambda given, more: None
 
 
-@async_only_middleware
-def is_marked_async_and_is_not(handle: Handle) -> Handle:
-    return lambda given: None
-
-
 def path(function: Callable[..., Any]) -> str:
     return f"{__name__}.{function.__qualname__}"
 
@@ -156,22 +141,9 @@ def test_the_first_entry_is_the_outermost(outbox_settings: Callable[..., None]) 
     assert SEEN.count("outer begins") == 2
 
 
-def test_a_batch_is_one_call_with_the_list(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(HANDLER_MIDDLEWARE=[path(Inner)])
-
-    @subscriber("reminders", group="effects", batch=10)
-    def handle(given: list[Delivery]) -> None:
-        SEEN.append(f"handler {len(given)}")
-
-    publish_many("reminders", [{}, {}], key="k", at_once=True)
-    sequence()
-    consumer_runtime().run_once()
-    assert SEEN == ["inner ['k', 'k']", "handler 2"]
-
-
 @pytest.mark.parametrize("is_async_handler", [False, True], ids=["plain", "async"])
 def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None], is_async_handler: bool) -> None:
-    outbox_settings(HANDLER_MIDDLEWARE=[path(noting), path(writing)])
+    outbox_settings(HANDLER_MIDDLEWARE=[path(noting)])
 
     def plain(given: Delivery) -> None:
         Effect.objects.create(number=f"handler {given.key} {transaction_id()}")
@@ -187,27 +159,8 @@ def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None]
     sequence()
     consumer_runtime().run_once()
     written = [number.split() for number in effects()]
-    assert [(one, key) for one, key, _ in written] == [("before", "good"), ("handler", "good"), ("middleware", "good")]
+    assert [(one, key) for one, key, _ in written] == [("handler", "good"), ("middleware", "good")]
     assert len({number for _, _, number in written}) == 1, "one transaction"
-
-
-def test_each_message_of_a_shared_transaction_has_its_own_call(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(HANDLER_MIDDLEWARE=[path(Inner), path(noting)])
-
-    @subscriber("orders", group="effects")
-    def handle(given: Delivery) -> None:
-        if given.key == "2":
-            raise PermanentError("bad")
-
-    [item] = registry.subscribers()
-    first, *others = deliveries("1", "2", "3")
-    results = list(
-        InboxInvoker().share(item.subscription, with_middleware(item.handler), first, Waiting(others), generation=1)
-    )
-    assert results[0] is Disposition.HANDLED and isinstance(results[1], PermanentError)
-    assert SEEN == ["inner 1", "inner 2"]
-    # The savepoint took the writes of the middleware of message 2 with it.
-    assert [number.split()[1] for number in effects()] == ["1"]
 
 
 def test_its_error_is_the_handlers_and_it_may_handle_an_error(outbox_settings: Callable[..., None]) -> None:
@@ -264,9 +217,8 @@ def test_a_coroutine_of_a_middleware_is_refused(outbox_settings: Callable[..., N
         (path(is_async), "must be a plain function"),
         (path(is_the_middleware_itself), "returned None"),
         (path(is_broken), "LookupError: no DSN"),
-        (path(returns_two_parameters), "a function that takes one argument"),
-        (path(returns_an_async_function), "async_only_middleware"),
-        (path(is_marked_async_and_is_not), "returned a plain function"),
+        (path(returns_two_parameters), "a plain function that takes one argument"),
+        (path(returns_an_async_function), "must return a plain function"),
     ],
 )
 def test_check_and_worker_refuse_what_cannot_work(outbox_settings: Callable[..., None], wrong: str, text: str) -> None:

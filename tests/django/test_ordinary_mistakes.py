@@ -1,23 +1,21 @@
-"""Ordinary mistakes inside a transaction or a handler, without a crash: rows, messages and effects still agree."""
+"""Transactions that a block or a handler ends by hand, and what the look-up of a ledger row proves.
+
+tests/mistakes has the other ordinary mistakes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
 from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.statement import UUID_, Statement
-from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
+from outbox.contrib.django import publish, run_check_back, subscriber
 from outbox.contrib.django.ledger import ledger
-from outbox.errors import OutboxError, PermanentError, TransactionUsageError
+from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
-from tests.django.ordinary_mistakes import MISTAKES, execute
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions, stored
 from tests.django.test_inbox import delivery, effects, run
@@ -25,39 +23,9 @@ from tests.django.test_inbox import delivery, effects, run
 pytestmark = pytest.mark.usefixtures("empty_log")
 
 
-@pytest.fixture
-def locked_row(application: None) -> Iterator[None]:
-    """An order that another session has locked."""
-    Order.objects.create(number="locked")
-    other = connections.create_connection("default")
-    other.set_autocommit(False)
-    with other.cursor() as cursor:
-        cursor.execute("SELECT * FROM shop_order WHERE number = 'locked' FOR UPDATE")
-    yield
-    other.rollback()
-    other.close()
-    Order.objects.filter(number="locked").delete()
-
-
-def create(mistake: Callable[[], None], *, first: bool) -> None:
-    with transaction.atomic():
-        if first:
-            publish("orders", {}, key="k")
-        Order.objects.create(number="k")
-        mistake()
-        if not first:
-            publish("orders", {}, key="k")
-
-
-def decorated(mistake: Callable[[], None], *, first: bool) -> None:
-    body: Any = {} if first else (lambda result: {})
-
-    @transactional_message("orders", key="k", body=body)
-    def work() -> None:
-        Order.objects.create(number="k")
-        mistake()
-
-    work()
+def execute(sql: str, alias: str = "default") -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(sql)
 
 
 def settled() -> tuple[bool, bool]:
@@ -65,77 +33,6 @@ def settled() -> tuple[bool, bool]:
     stored()
     run_check_back()
     return Order.objects.filter(number="k").exists(), decisions().get("k") == "C"
-
-
-@pytest.mark.usefixtures("locked_row")
-@pytest.mark.parametrize(
-    ("mistake", "first"),
-    [
-        *((name, True) for name in MISTAKES if "driver's " not in name or "rollback" in name),
-        *(("failing select", False), ("ROLLBACK", False), ("driver's rollback", False)),
-    ],
-)
-def test_a_plain_block_never_sends_for_an_order_that_is_not_there(path: str, mistake: str, first: bool) -> None:
-    with contextlib.suppress(OutboxError, DatabaseError):
-        create(MISTAKES[mistake], first=first)
-    exists, delivered = settled()
-    assert exists == delivered
-
-
-@pytest.mark.usefixtures("locked_row")
-@pytest.mark.parametrize("mistake", ["driver's ROLLBACK; BEGIN", "driver's AND CHAIN"])
-def test_a_live_transaction_that_is_not_the_one_that_wrote_the_ledger_row_is_no_commit(path: str, mistake: str) -> None:
-    create(MISTAKES[mistake], first=True)
-    assert settled() == (False, False)
-
-
-@pytest.mark.usefixtures("locked_row")
-@pytest.mark.parametrize(
-    ("mistake", "first"),
-    [
-        *((name, False) for name in MISTAKES),
-        *(("failing select", True), ("ROLLBACK", True), ("driver's AND CHAIN", True)),
-    ],
-)
-def test_a_decorated_function_does_not_say_ok_for_what_is_not_there(path: str, mistake: str, first: bool) -> None:
-    failure: BaseException | None = None
-    try:
-        decorated(MISTAKES[mistake], first=first)
-    except TransactionUsageError as error:
-        failure = error
-    exists, delivered = settled()
-    assert (exists, delivered) == (False, False)
-    assert failure is not None, "it returned as if it had succeeded"
-    assert "inner atomic()" in str(failure) or "was not executed" in str(failure)
-
-
-def test_an_absent_row_is_a_hint_and_never_a_rollback() -> None:
-    """The end of a block whose error was swallowed: nothing is decided before check-back has looked."""
-    create(MISTAKES["failing select"], first=True)
-    assert decisions() == {"k": None}
-    assert pending() == 1, "check-back was not asked to look soon"
-    assert run_check_back().rolled_back == 1
-    assert decisions() == {"k": "R"}
-
-
-def pending() -> int:
-    with connections["broker"].cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM outbox.pending_check WHERE due_at <= now()")
-        return int(cursor.fetchone()[0])
-
-
-def test_a_commit_by_hand_then_an_exception_is_not_reported_as_rollback(path: str) -> None:
-    @transactional_message("orders", key="k", body={})
-    def work() -> None:
-        Order.objects.create(number="k")
-        connections["default"].connection.commit()
-        raise ValueError("after its own COMMIT")
-
-    with pytest.raises(ValueError, match="after its own COMMIT"):
-        work()
-    if path == "two_phase":
-        assert decisions() == {"k": None}
-    assert settled() == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -242,42 +139,6 @@ def test_all_that_a_block_published_is_looked_up_at_once() -> None:
 
 
 # -- handlers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("locked_row", "no_subscribers")
-@pytest.mark.parametrize(("mistake", "batch"), [*((name, 1) for name in MISTAKES), ("nowait", 10), ("ROLLBACK", 10)])
-def test_a_handler_that_swallowed_it_has_failed_and_its_message_comes_again(mistake: str, batch: int) -> None:
-    attempts: list[int] = []
-
-    @subscriber("orders", group="effects", using="default", batch=batch)
-    def effect(given: Any) -> None:
-        attempts.append(len(attempts))
-        for item in given if isinstance(given, list) else [given]:
-            Effect.objects.create(number=item.key)
-        if len(attempts) == 1:
-            MISTAKES[mistake]()
-
-    one = delivery("one")
-    first = run([one])
-    assert isinstance(first[0], TransactionUsageError)
-    assert effects() == []
-    assert run([one]) == [Disposition.HANDLED]
-    assert effects() == ["one"]
-
-
-@pytest.mark.usefixtures("application", "no_subscribers")
-def test_a_handler_that_committed_by_hand_and_failed_is_not_taken_for_handled() -> None:
-    @subscriber("orders", group="effects", using="default")
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        connections["default"].connection.commit()
-        raise ValueError("second half")
-
-    result = run([delivery("one")])[0]
-    assert isinstance(result, PermanentError)
-    assert "ended its transaction by hand" in str(result)
-    assert "second half" in str(result)
-    assert effects() == ["one"]
 
 
 @pytest.mark.usefixtures("application", "no_subscribers")

@@ -34,14 +34,13 @@ from outbox.errors import (
     MessageTypeMismatch,
     TransactionAlreadyRolledBack,
     TransactionUsageError,
-    UnknownTopic,
     UsageError,
 )
 from outbox.time_limit import TIMEOUT_HEADER
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, rolled_back, savepoint, stored
+from tests.django.state import decisions, rolled_back, stored
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -88,32 +87,6 @@ def test_savepoints_take_their_messages_with_them(path: str) -> None:
     assert set(Order.objects.values_list("number", flat=True)) == {"outer", "second"}
 
 
-def test_manual_savepoint_rollback_although_django_still_fires_on_commit(path: str) -> None:
-    with transaction.atomic():
-        order("before")
-        point = savepoint()
-        order("undone")
-        transaction.savepoint_rollback(point)
-        order("after")
-    expected: dict[str, str | None] = {"before": "C", "after": "C"}
-    if path == "two_phase":
-        assert decisions() == expected | {"undone": None}
-        run_check_back()
-        expected["undone"] = "R"
-    assert decisions() == expected
-
-
-def test_savepoints_made_by_raw_sql(path: str) -> None:
-    with transaction.atomic():
-        with connections["default"].cursor() as cursor:
-            cursor.execute("SAVEPOINT by_hand")
-            order("undone")
-            cursor.execute("ROLLBACK TO SAVEPOINT by_hand")
-        order("kept")
-    run_check_back()
-    assert decisions() == ({"undone": "R", "kept": "C"} if path == "two_phase" else {"kept": "C"})
-
-
 def test_an_error_out_of_commit_decides_nothing(path: str) -> None:
     Payment.objects.create(reference="taken")
 
@@ -141,14 +114,6 @@ def test_using_names_the_transaction() -> None:
         order("on-default", using="default")
     run_check_back()
     assert decisions() == {"on-other": "R", "on-default": "C"}
-
-
-def test_the_one_alias_in_a_transaction_is_found() -> None:
-    with transaction.atomic(using="other"):
-        publish("orders", {}, key="other")
-    assert decisions() == {"other": "C"}
-    assert len(ledger_ids("other")) == 1
-    assert ledger_ids("default") == []
 
 
 def test_another_kind_of_database_takes_the_two_phase_path() -> None:
@@ -196,16 +161,6 @@ def test_each_thread_has_its_own_transaction() -> None:
         thread.join()
     assert decisions()["other-thread"] == "C"
     assert decisions().get("dropped") is None
-
-
-def test_a_half_that_fails_rolls_the_block_back_also_if_the_caller_catches_it(path: str) -> None:
-    with transaction.atomic():
-        with transaction.atomic():
-            Order.objects.create(number="inner")
-            with pytest.raises(UnknownTopic):
-                publish("nowhere", {})
-        Order.objects.create(number="outer")
-    assert list(Order.objects.values_list("number", flat=True)) == ["outer"]
 
 
 def test_an_unreachable_broker_rolls_back_within_the_deadline(

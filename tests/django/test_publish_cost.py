@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Order
+from tests.round_trips import counted
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -32,21 +32,6 @@ def order(number: str) -> None:
 @transactional_message("orders", body=lambda number: {"number": number}, key=lambda number: number)
 def decorated_order(number: str) -> None:
     Order.objects.create(number=number)
-
-
-@contextlib.contextmanager
-def round_trips(*libpq: Any) -> Iterator[list[int]]:
-    """How many requests each of these connections was sent; filled in at the end."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in libpq]
-        for connection, file in zip(libpq, files, strict=True):
-            connection.trace(file.fileno())
-        yield found
-        for connection, file in zip(libpq, files, strict=True):
-            connection.untrace()
-            file.seek(0)
-            found.append(sum("\tF\t" in line and ("\tQuery" in line or "\tSync" in line) for line in file))
 
 
 # Of a block with one write: on the application's connection, on the broker's, and those without waiting.
@@ -64,12 +49,14 @@ def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[st
     broker = get_broker()
     assert isinstance(broker, PostgresBroker)
     assert flush(within_seconds=30)
-    application, one_way = connections["default"].connection.pgconn, broker._one_way._pgconn
-    halves = [connection.pgconn for connection in broker._pool._idle]
-    with round_trips(application, one_way, *halves) as found:
+    with contextlib.ExitStack() as stack:
+        application, one_way, *halves = (
+            stack.enter_context(counted(one))
+            for one in (connections["default"].connection, broker._one_way._pgconn, *broker._pool._idle)
+        )
         publishes("counted")
         assert flush(within_seconds=30)
-    assert (found[0], sum(found[2:]), found[1]) == costs[path]
+        assert (application(), sum(one() for one in halves), one_way()) == costs[path]
 
 
 @pytest.mark.parametrize("path", ["atomic"], indirect=True)

@@ -51,20 +51,6 @@ def test_a_block_that_publishes_first_begins_as_its_connection_says(path: str) -
     assert decisions() == {"read committed": "C", "serializable": "C"}
 
 
-def test_a_block_that_publishes_first_can_be_rolled_back(path: str) -> None:
-    def fail() -> None:
-        with transaction.atomic():
-            publish("orders", {}, key="k")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    with transaction.atomic(), pytest.raises(ZeroDivisionError):
-        # Now the block of `fail` is a savepoint.
-        fail()
-    assert "C" not in decisions().values()
-
-
 def test_a_statement_of_publish_is_seen_by_a_test_that_counts_statements(path: str) -> None:
     with CaptureQueriesContext(connections["default"]) as seen, transaction.atomic():
         publish("orders", {}, key="k")

@@ -75,23 +75,6 @@ class Paid:
 ENGINES: Final = (on_the_broker, in_memory)
 
 
-def test_a_conflict_calls_the_handler_again_with_the_published_body() -> None:
-    options: list[dict[str, Any]] = [{}, {"batch": 5}, {"mode": "key_ordered"}]
-    for engine in ENGINES:
-        for given in options:
-            doubling = Doubling()
-
-            @subscriber("orders", group="accounts", **given)
-            def account(given: Any, doubling: Doubling = doubling) -> None:
-                for one in given if isinstance(given, list) else [given]:
-                    doubling(one.body)
-
-            engine()
-            assert (doubling.calls, effects()) == (3, ["20 nothing"])
-            Effect.objects.all().delete()
-            registry.unregister_all()
-
-
 @pytest.mark.skipif(not has("events"), reason="the tree has no typed events")
 def test_a_typed_event_is_made_again() -> None:
     from outbox.events import event

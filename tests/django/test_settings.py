@@ -19,15 +19,15 @@ from django.core.management.base import CommandError
 from django.db import connections
 from django.test.utils import override_settings
 
-from outbox import Delivery, MessageType
+from outbox import Delivery
 from outbox.broker.schema import install
 from outbox.codec import BytesCodec
-from outbox.contrib.django import get_broker, subscriber
+from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.routers import BrokerRouter
-from outbox.contrib.django.settings.conf import get_settings, parse_settings
+from outbox.contrib.django.settings.conf import parse_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
@@ -39,12 +39,6 @@ def test_every_setting_has_a_default() -> None:
     assert (settings.broker, settings.in_memory) == ("default", False)
     with pytest.raises(ConfigurationError, match="PRODUCER_GROUP"):
         settings.required_producer_group()
-
-
-def test_topics_become_declared_topics() -> None:
-    topics = parse_settings(OUTBOX).topics
-    assert topics["steps"].topic.types == {MessageType.FIFO, MessageType.TRANSACTION}
-    assert topics["orders"].topic.queue_count == 4
 
 
 @pytest.mark.parametrize(
@@ -97,20 +91,6 @@ def test_a_threshold_that_no_condition_has_is_named_with_the_nearest() -> None:
     wrong = r"\['LAG_SECOND'\] is not a threshold. Did you mean 'LAG_SECONDS'"
     with pytest.raises(ConfigurationError, match=wrong):
         refuse_unknown_thresholds(parse_settings({"THRESHOLDS": {"LAG_SECOND": (60, 600)}}).thresholds)
-
-
-def test_override_settings_takes_effect_at_once() -> None:
-    assert get_settings().schema == "outbox"
-    with override_settings(OUTBOX={"SCHEMA": "elsewhere"}):
-        assert get_settings().schema == "elsewhere"
-    assert get_settings().schema == "outbox"
-
-
-def test_the_broker_follows_the_settings(application: None, outbox_settings: Callable[..., None]) -> None:
-    first = get_broker()
-    assert get_broker() is first
-    outbox_settings(IN_MEMORY=True)
-    assert get_broker() is not first
 
 
 def test_codecs_of_topics(application: None, outbox_settings: Callable[..., None]) -> None:

@@ -9,7 +9,6 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from asgiref.sync import async_to_sync
 from django.db import DatabaseError, connection
 from psycopg.sql import SQL, Identifier
 
@@ -147,15 +146,6 @@ def test_without_messages_too_a_transaction_that_was_ended_inside_is_an_error(pa
 
     with pytest.raises((TransactionUsageError, DatabaseError)):
         ended()
-
-
-def test_coroutines_and_views_take_several_too() -> None:
-    @transactional_message(messages=lambda number: [message("orders", 1, key=number), message("payments", 1, key="p")])
-    async def aplace(number: str) -> None:
-        await Order.objects.acreate(number=number)
-
-    async_to_sync(aplace)("async")
-    assert decisions() == {"async": "C", "p": "C"}
 
 
 def test_what_is_no_list_of_messages_is_refused_with_the_functions_name() -> None:

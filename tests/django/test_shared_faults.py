@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
-from outbox import Delivery, Message
-from outbox.broker.consumer.runtime import ConsumerRuntime
-from outbox.broker.process import run_broker
-from outbox.contrib.django import subscriber
-from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.subscribers import registry
-from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox import Delivery
 from outbox.errors import PermanentError
-from outbox.topic import Topic
-from tests.django.effects.own_transaction import transaction_id
-from tests.django.shop.models import Effect, Order, Payment
-from tests.django.state import postgres_broker
+from tests.django.shop.models import Order, Payment
+from tests.django.test_inbox import effects
 from tests.django.test_shared_transactions import (
     ALONE,
     HANDLED,
     SKIPPED,
     alone,
     deliveries,
-    effects,
     handle_with,
     holding,
     share,
 )
 from tests.django.urls import Refused
-from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "calls_share")
 
@@ -259,60 +247,3 @@ def test_nested_publish_that_fails_is_swallowed() -> None:
     assert share(*given)[0] == [HANDLED, ALONE]
     assert isinstance(alone(given[1]), Exception)
     assert effects() == ["a"]
-
-
-def failures() -> list[str]:
-    with connections["broker"].cursor() as cursor:
-        cursor.execute("SELECT l.key FROM outbox.failure f JOIN outbox.commit_log l USING (log_id)")
-        return [key for (key,) in cursor.fetchall()]
-
-
-def test_a_callback_that_hangs_charges_no_other_message() -> None:
-    """Each callback runs within the time limit of its own message."""
-    count = 60
-    hung: list[str] = []
-    groups: list[tuple[int, str]] = []
-    release = threading.Event()
-
-    def hang(key: str) -> None:
-        hung.append(key)
-        release.wait(8)
-
-    @subscriber("orders", group="effects", timeout_seconds=1, threads=1)
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        xid = transaction_id()
-        groups.append((xid, given.key))
-        same = [key for one, key in groups if one == xid]
-        if len(same) == 2 and not hung:
-            transaction.on_commit(lambda: hang(given.key))
-
-    settings = get_settings()
-    [registered] = registry.subscribers()
-    postgres_broker().declare([Topic(name="orders", queue_count=1)])
-    postgres_broker().send([Message(topic="orders", body=b"{}", key=str(number)) for number in range(count)])
-    invoker = InboxInvoker()
-    runtime = ConsumerRuntime(
-        broker_database(settings),
-        [(registered.subscription, registered.handler)],
-        invoker=invoker,
-        share=invoker.share,
-        sharing_calls=8,
-    )
-    stop = threading.Event()
-    threads = [
-        threading.Thread(target=run_broker, args=(broker_database(settings), stop)),
-        threading.Thread(target=runtime.run, args=(stop,)),
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        eventually(lambda: len(set(effects())) == count and bool(hung), within_seconds=15)
-        # Longer than the time limit: the process has given the callback up.
-        eventually(lambda: failures() != [], within_seconds=10)
-    finally:
-        release.set()
-        stop.set()
-        for thread in threads:
-            thread.join(20)
-    assert failures() == hung

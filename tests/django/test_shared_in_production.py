@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import signal
 import threading
 import time
@@ -25,20 +25,19 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id
 from tests.django.entry_points import say
 from tests.django.processes import child, process
 from tests.django.shop.models import Effect, Payment
 from tests.django.state import postgres_broker
+from tests.django.test_inbox import effects
 from tests.django.test_poolers import OLD, behind
 from tests.django.test_shared_transactions import (
     ALONE,
     HANDLED,
     alone,
     deliveries,
-    effects,
     handle_with,
     setting,
     share,
@@ -190,19 +189,6 @@ def test_a_pooler_in_transaction_mode(server_url: str, outbox_settings: Callable
     assert noted.largest > 1
 
 
-def test_a_database_without_shared_transactions() -> None:
-    """SQLite."""
-
-    @subscriber("orders", group="effects", using="lite")
-    def effect(given: Delivery) -> None:
-        Effect.objects.using("lite").create(number=given.key)
-
-    send(60)
-    with running(leading(), consuming()):
-        eventually(lambda: Effect.objects.using("lite").count() == 60, within_seconds=40)
-    assert len(set(Effect.objects.using("lite").values_list("number", flat=True))) == 60
-
-
 # -- statements that hang --------------------------------------------------------------------------
 
 
@@ -256,37 +242,19 @@ def test_commit_has_no_limit() -> None:
             cursor.execute("DROP FUNCTION slow_commit CASCADE")
 
 
-def test_a_handler_that_hangs_in_a_statement_delays_no_other_message() -> None:
-    """The other messages of its transaction are handled long before the statement ends."""
-    release: list[str] = []
-
-    @subscriber("orders", group="effects", threads=1, timeout_seconds=1, retry=RetryPolicy(delays_seconds=[30]))
-    def effect(given: Delivery) -> None:
-        Effect.objects.create(number=given.key)
-        if given.key == "30" and given.attempt == 1:
-            release.append(given.key)
-            sleep(8)
-
-    send(60, queues=1)
-    with running(leading(), consuming(lease_seconds=4)):
-        began = time.monotonic()
-        eventually(lambda: len(set(effects())) == 59, within_seconds=30, what=lambda: str(len(effects())))
-        assert time.monotonic() - began < 7
-        eventually(lambda: failed() == ["30"])
-    assert len(effects()) == 59
-
-
-def test_a_handler_that_hangs_in_python_charges_no_other_message() -> None:
-    """When the process gives the handler up, the server ends its transaction, and the others wait for nothing."""
+@pytest.mark.parametrize("hang", [sleep, time.sleep], ids=["statement", "python"])
+def test_a_handler_that_hangs_charges_and_delays_no_other_message(hang: Callable[[float], None]) -> None:
+    """The others of its transaction are handled long before a statement ends; when the process gives a handler up that
+    hangs in Python, the server ends its transaction."""
 
     @subscriber("orders", group="effects", threads=2, timeout_seconds=1, retry=RetryPolicy(delays_seconds=[30]))
     def effect(given: Delivery) -> None:
         Effect.objects.create(number=given.key)
         if given.key == "30" and given.attempt == 1:
-            time.sleep(8)
+            hang(8)
 
     send(60, queues=1)
-    with running(leading(), consuming()):
+    with running(leading(), consuming(lease_seconds=4)):
         began = time.monotonic()
         eventually(lambda: len(set(effects())) == 59, within_seconds=30, what=lambda: str(len(effects())))
         assert time.monotonic() - began < 7
@@ -295,67 +263,31 @@ def test_a_handler_that_hangs_in_python_charges_no_other_message() -> None:
     assert len(effects()) == 59
 
 
-# -- other features --------------------------------------------------------------------------------
+def test_a_callback_that_hangs_charges_no_other_message() -> None:
+    """Each callback runs within the time limit of its own message."""
+    hung: list[str] = []
+    groups: list[int] = []
+    release = threading.Event()
 
+    def hang(key: str) -> None:
+        hung.append(key)
+        release.wait(8)
 
-def test_async_handlers_share() -> None:
-    noted = Noted()
+    @subscriber("orders", group="effects", timeout_seconds=1, threads=1)
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        groups.append(transaction_id())
+        # It is the second message of a transaction.
+        if groups.count(groups[-1]) == 2 and not hung:
+            transaction.on_commit(functools.partial(hang, given.key))
 
-    @subscriber("orders", group="effects")
-    async def effect(given: Delivery) -> None:
-        await Effect.objects.acreate(number=given.key)
-        await asyncio.sleep(0)
-        if given.key == "50" and given.attempt == 1:
-            raise Refused
-        await asyncio.to_thread(lambda: None)
-
-    @subscriber("orders", group="noting")
-    def note(given: Delivery) -> None:
-        noted.note(given)
-
-    given = deliveries("a", "b", "c")
-    assert share(*given)[0] == [HANDLED] * 3
-    assert effects() == ["a", "b", "c"]
-    Effect.objects.all().delete()
-    send(80)
+    send(60, queues=1)
     with running(leading(), consuming()):
-        eventually(lambda: len(set(effects())) == 79, within_seconds=30)
-        eventually(lambda: failed() == ["50"])
-
-
-def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The consumer hands stored task calls over: each of them is sent, and a call that cannot be sent is charged."""
-    sent = Counter[str]()
-
-    def hand_over(app: object, recorded: Any) -> None:
-        sent[recorded["headers"]["id"]] += 1
-        if recorded["headers"]["id"] == "t3" and sent["t3"] == 1:
-            raise OSError("Celery's broker is down")
-
-    monkeypatch.setattr("outbox.contrib.django.publishing.celery_tasks.hand_over", hand_over)
-    monkeypatch.setattr("outbox.contrib.django.publishing.celery_tasks.imported", lambda *_: None)
-    from outbox.contrib.django.publishing.celery_tasks import _hand_over
-
-    registry.register(
-        registry.Subscriber(
-            subscription=Subscription(group="effects", topic="orders"), handler=_hand_over, name="hand_over"
-        )
-    )
-    given = [
-        Delivery(
-            message=Message(topic="orders", body=b"{}", key=f"t{n}"),
-            body={"headers": {"id": f"t{n}"}},
-            group="effects",
-            queue="orders/0",
-            offset=n,
-        )
-        for n in range(6)
-    ]
-    results, more = share(*given)
-    assert results[:3] == [HANDLED] * 3
-    assert isinstance(results[3], OSError)
-    assert [one.key for one in more.waiting] == ["t4", "t5"]
-    assert sent == Counter(["t0", "t1", "t2", "t3"])
+        eventually(lambda: len(set(effects())) == 60 and bool(hung), within_seconds=15)
+        # Longer than the time limit: the process has given the callback up.
+        eventually(lambda: failed() != [], within_seconds=10)
+        release.set()
+    assert failed() == hung
 
 
 # -- stops and deaths ------------------------------------------------------------------------------
@@ -373,37 +305,6 @@ def notes_once(count: int) -> None:
     made = [number.split(":") for number in effects()]
     assert Counter(key for key, _ in made) == Counter(map(str, range(count)))
     assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_sigterm_in_the_middle_of_shared_transactions() -> None:
-    count = 400
-    send_notes(count)
-    with child("broker", **NOTING, quiet=True):
-        slow = "consumer.before_inbox_commit=delay:0.01"
-        for least in (30, 150):
-            with child("consumer", **NOTING, quiet=True, faults=slow) as stopping:
-                eventually(lambda least=least: len(effects()) > least, within_seconds=40)  # type: ignore[misc]
-                stopping.send_signal(signal.SIGTERM)
-                assert stopping.wait(20) == 0
-            # All offsets are stored, so nothing is delivered again.
-            assert unstored() == 0
-        with child("consumer", **NOTING, quiet=True):
-            eventually(lambda: len(effects()) >= count, within_seconds=60)
-    notes_once(count)
-    assert failed() == []
-
-
-def unstored() -> int:
-    """The number of handled messages whose offset is not stored."""
-    with connections["broker"].cursor() as cursor:
-        cursor.execute(
-            "SELECT sum(stored) FROM (SELECT max(next_offset) AS stored FROM outbox.consumer_offset"
-            " GROUP BY group_id, queue_id) AS positions"
-        )
-        (stored,) = cursor.fetchone()
-    return len(effects()) - int(stored)
 
 
 @pytest.mark.timeout(120)
@@ -426,18 +327,6 @@ def test_sigkill(kill: str) -> None:
         with child("consumer", **NOTING, quiet=True):
             eventually(lambda: len(effects()) >= count, within_seconds=60)
     notes_once(count)
-
-
-def test_a_pause_of_the_group() -> None:
-    handle_with(lambda given: time.sleep(0.006))
-    send(300)
-    with running(leading(), consuming()):
-        eventually(lambda: len(effects()) > 20, within_seconds=30)
-        assert say("outbox_group pause effects")[0]
-        eventually(lambda: is_still(), within_seconds=30)
-        assert len(effects()) < 300
-        assert say("outbox_group resume effects")[0]
-        each_once(300)
 
 
 def is_still() -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, connection, connections, transaction
 
-from outbox import Delivery, Message
+from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -24,11 +24,11 @@ from outbox.errors import RetryLater
 from outbox.hooks import Option
 from outbox.ports import Disposition, RunAlone
 from outbox.utils import fence
-from outbox.utils.ids import uuid7
 from tests.django.effects.own_transaction import transaction_id
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect, Order, Payment
 from tests.django.state import stored
+from tests.django.test_inbox import delivery, effects
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -36,17 +36,8 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 HANDLED, SKIPPED, ALONE = Disposition.HANDLED, Disposition.SKIPPED, RunAlone.RUN_ALONE
 
 
-def delivery(key: str) -> Delivery:
-    message = Message(topic="orders", body=b"{}", key=key, message_id=uuid7())
-    return Delivery(message=message, body={}, group="effects", queue="orders/0", offset=0)
-
-
 def deliveries(*keys: str) -> list[Delivery]:
     return [delivery(key) for key in keys]
-
-
-def effects() -> list[str]:
-    return sorted(Effect.objects.values_list("number", flat=True))
 
 
 def share(*given: Delivery) -> tuple[list[Any], Waiting]:
@@ -228,40 +219,26 @@ class Locking(Option):
     is_kept = True
 
 
-def test_publishing_to_a_fifo_topic_ends_the_sharing() -> None:
-    """Its key stays locked until COMMIT."""
-    handle_with(lambda given: publish("steps", {}, key="k"))
-    results, more = share(*deliveries("a", "b"))
-    assert results == [HANDLED]
-    assert "FIFO topic" in more.ended[0]
+def send_elsewhere(given: Delivery) -> None:
+    with transaction.atomic(using="broker"):
+        publish("orders", {}, key="sent", using="broker")
 
 
-def test_publishing_with_an_option_that_locks_ends_the_sharing() -> None:
-    """What it locks stays locked until COMMIT."""
-    handle_with(lambda given: publish("orders", {}, Locking()))
-    results, more = share(*deliveries("a", "b"))
-    assert results == [HANDLED]
-    assert "with an option that locks" in more.ended[0]
-
-
-def test_writing_to_another_database_ends_the_sharing() -> None:
-    handle_with(lambda given: Effect.objects.using("other").create(number=given.key))
-    results, more = share(*deliveries("a", "b"))
-    assert results == [HANDLED]
-    assert "another database" in more.ended[0]
-
-
-def test_a_message_that_belongs_to_another_database_ends_the_sharing() -> None:
-    """It is visible at once. If the common transaction failed, the handler would publish it again."""
-
-    def send(given: Delivery) -> None:
-        with transaction.atomic(using="broker"):
-            publish("orders", {}, key="sent", using="broker")
-
-    handle_with(send)
-    results, more = share(*deliveries("a", "b"))
-    assert results == [HANDLED]
-    assert "another database" in more.ended[0]
+def test_what_other_messages_must_not_wait_for_ends_the_sharing() -> None:
+    """A key, or what an option locks, stays locked until COMMIT. What belongs to another database is visible at once;
+    if the common transaction failed, the handler would do it again."""
+    ends: list[tuple[Callable[[Delivery], Any], str]] = [
+        (lambda given: publish("steps", {}, key="k"), "FIFO topic"),
+        (lambda given: publish("orders", {}, Locking()), "with an option that locks"),
+        (lambda given: Effect.objects.using("other").create(number=given.key), "another database"),
+        (send_elsewhere, "another database"),
+    ]
+    for function, reason in ends:
+        handle_with(function)
+        results, more = share(*deliveries("a", "b"))
+        assert results == [HANDLED]
+        assert reason in more.ended[0]
+        registry.unregister_all()
 
 
 def test_reading_from_another_database_does_not_end_the_sharing() -> None:

@@ -7,17 +7,15 @@ from uuid import UUID
 
 import pytest
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import connections
 from django.db.utils import IntegrityError
 
-from outbox.contrib.django import publish, run_check_back
+from outbox.contrib.django import run_check_back
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import ConfigurationError
 from tests.django.shop.models import Order
 from tests.django.state import decisions
-from tests.django.support import end_messages_lost
 from tests.django.test_ledger import execute, order_paid
-from tests.django.test_missing_tables import renamed
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -48,15 +46,6 @@ def test_a_ledger_that_only_the_search_path_of_a_request_reaches_is_refused(tena
     run_check_back()
     assert decisions() == {"shared": "C", "shared again": "C"}
     assert set(Order.objects.values_list("number", flat=True)) == {"shared", "shared again"}
-
-
-def test_a_ledger_in_the_schema_of_a_tenant_alone_is_refused(tenant: str) -> None:
-    with renamed("outbox_ledger_identity"):
-        execute("default", f"SET search_path = {tenant}, public")
-        with pytest.raises(ConfigurationError, match=r"search_path.*'default'.*only in one schema"):
-            order_paid("default", "tenant's")
-        execute("default", "SET search_path = public")
-    assert decisions() == {}
 
 
 @pytest.mark.parametrize("table", ["outbox_ledger", "outbox_ledger_identity"])
@@ -117,16 +106,6 @@ def test_each_schema_guards_its_own_ledger(alias_of_a_schema: str) -> None:
     order_paid(alias_of_a_schema, "branch's")
     with pytest.raises(IntegrityError, match="may still be asked about"):
         execute("default", "DELETE FROM branch.outbox_ledger")
-
-
-def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant: str) -> None:
-    with end_messages_lost(), transaction.atomic():
-        publish("orders", {}, key="first")
-        execute("default", f"SET LOCAL search_path = {tenant}, public")
-        with pytest.raises(ConfigurationError, match="search_path"):
-            publish("orders", {}, key="second")
-    run_check_back()
-    assert decisions() == {"first": "R"}
 
 
 def test_a_known_ledger_is_not_looked_up_again_and_a_failing_look_up_stops_no_other(

@@ -10,7 +10,7 @@ from django.test import TestCase
 
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber, transactional_message
-from outbox.contrib.django.testing import OutboxTestMixin, in_memory_outbox
+from outbox.contrib.django.testing import OutboxTestMixin
 from outbox.errors import UnknownTopic, UsageError
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, savepoint
@@ -69,10 +69,6 @@ class InsideTestCase(OutboxTestMixin, TestCase):
         assert [item.key for item in self.outbox.broker.visible("orders")] == ["captured"]
         assert self.outbox.drain() == 1
 
-    def test_outside_atomic_a_message_is_sent_at_once(self) -> None:
-        publish("orders", {}, key="plain", at_once=True)
-        assert [item.key for item in self.outbox.broker.visible("orders")] == ["plain"]
-
     def test_errors_of_handlers_reach_the_test(self) -> None:
         publish("orders", {}, key="poison", tag="poison", at_once=True)
         with pytest.raises(Refused):
@@ -97,11 +93,3 @@ class WithARealBroker(TestCase):
                 publish("orders", {}, key="leak", at_once=within is contextlib.nullcontext)
         with pytest.raises(UsageError, match="IN_MEMORY"):
             place("leak")
-
-
-def test_outside_test_case(application: None) -> None:
-    with in_memory_outbox() as outbox:
-        place("kept")
-        assert [item.key for item in outbox.messages("orders")] == ["kept"]
-        assert outbox.drain() == 2
-    assert sorted(Effect.objects.values_list("number", flat=True)) == ["kept", "paid-kept"]

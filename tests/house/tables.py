@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from posixpath import relpath
 from typing import Any, Final
@@ -23,10 +22,8 @@ from outbox.broker.operations.conditions import Concern, Symptom, Threshold
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
-    ENVIRONMENT,
     OutboxSettings,
     TopicOptions,
-    Variable,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
 from outbox.contrib.forwarding.settings import DeclaredForward
@@ -38,7 +35,6 @@ from outbox.contrib.tasks.backend import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts
 from tests.house.parts import ROOT
-from tests.part_apps import part_settings
 
 # The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
@@ -64,12 +60,6 @@ def rendered(page: str) -> str:
     Raises KeyError for an unknown table.
     """
     return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
-
-
-def environment() -> list[Variable]:
-    """The environment variables of the core and of the parts that this tree has."""
-    of_parts = map(import_module, part_settings())
-    return [*ENVIRONMENT, *(one for module in of_parts for one in getattr(module, "ENVIRONMENT", ()))]
 
 
 def names_of_tables(page: str) -> list[str]:
@@ -121,11 +111,6 @@ def _settings(*kinds: type, section: str = "", header: str = "option") -> str:
         if one.section == section
     )
     return _table((header, "default", "value", "meaning"), rows)
-
-
-def _words(*kinds: type) -> str:
-    rows = ((f"`{one.name}`", one.word) for kind in kinds for one in definitions(kind).values())
-    return _table(("name", "word"), rows)
 
 
 def _subscriber() -> str:
@@ -215,10 +200,6 @@ def _concerns(header: str, *, pages: bool) -> str:
     return _table((header, "conditions"), rows)
 
 
-def _environment() -> str:
-    return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in environment()))
-
-
 def _on_rocketmq(kind: str, table: Mapping[str, str]) -> str:
     return _table((kind, "on RocketMQ"), ((f"`{name}`", instead) for name, instead in table.items()))
 
@@ -241,9 +222,6 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **{f"next steps {symptom.name}": partial(_steps, symptom) for symptom in Symptom},
     "alerts that page": partial(_concerns, "critical pages, because", pages=True),
     "alerts for tickets": partial(_concerns, "never critical with the default thresholds: a ticket", pages=False),
-    "setting words": partial(_words, *SETTINGS),
-    "topic words": partial(_words, TopicOptions),
-    "environment": _environment,
     "commands on RocketMQ": partial(_on_rocketmq, "command", operator_table.COMMANDS),
     "pages on RocketMQ": partial(_on_rocketmq, "page", operator_table.PAGES),
 }

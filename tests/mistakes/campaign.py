@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pprint import pformat
 from uuid import UUID
 
 import psycopg
@@ -24,7 +25,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.ports import ConsumeCounts
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
-from tests.mistakes.grammar import Program, smaller, steps_of, text
+from tests.mistakes.grammar import Program, smaller, steps_of
 from tests.mistakes.interpreter import run
 from tests.mistakes.oracle import Finding, Kind, State, judge
 from tests.mistakes.others import DUPLICATE, LOCKED, Others
@@ -161,25 +162,13 @@ class Conviction:
     verdict: Verdict
 
 
-def convictions(
-    campaign: Campaign,
-    side: Side,
-    seeds: range,
-    *,
-    batch: int = 100,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Conviction]:
+def convictions(campaign: Campaign, side: Side, seeds: range, *, batch: int = 100) -> Iterator[Conviction]:
     """The seeds whose programs break a rule."""
-    vendor, convicted = connections[campaign.alias].vendor, 0
+    vendor = connections[campaign.alias].vendor
     for start in range(0, len(seeds), batch):
         part = seeds[start : start + batch]
         verdicts = campaign.judged([generate(seed, side, vendor) for seed in part])
-        for seed, verdict in zip(part, verdicts, strict=True):
-            if verdict.findings:
-                convicted += 1
-                yield Conviction(seed, verdict)
-        if progress is not None:
-            progress(start + len(part), convicted)
+        yield from (Conviction(seed, one) for seed, one in zip(part, verdicts, strict=True) if one.findings)
 
 
 def report(campaign: Campaign, found: Sequence[Conviction]) -> str:
@@ -196,6 +185,6 @@ def report(campaign: Campaign, found: Sequence[Conviction]) -> str:
         first = campaign.reduced(shortest.verdict.program, {kind})
         verdict = campaign.judged([first])[0]
         lines += [f"  seed {shortest.seed}, cut down; it ended with {verdict.ended_with or 'no error'!r}:"]
-        lines += [f"    {line}" for line in text(first).splitlines()]
+        lines += [f"    {line}" for line in pformat(first).splitlines()]
         lines += [f"  {finding}" for finding in verdict.findings]
     return "\n".join(lines)

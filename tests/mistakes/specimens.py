@@ -124,8 +124,31 @@ EVERYWHERE: Final[dict[str, Program]] = {
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
 }
 
+# Each makes PostgreSQL answer COMMIT with ROLLBACK, or ends the transaction by hand.
+_ENDINGS: Final[dict[str, Step]] = {
+    "a swallowed error of a missing table": Try((Fail("table"),)),
+    "a swallowed error of NOWAIT": Try((Fail("nowait"),)),
+    "a swallowed statement timeout": Try((Fail("statement timeout"),)),
+    "a swallowed error in a pipeline": Try((Pipeline((Fail("select"),)),)),
+    "ROLLBACK AND CHAIN": Sql("ROLLBACK AND CHAIN"),
+    "ROLLBACK of the driver": Sql("ROLLBACK", driver=True),
+    "ROLLBACK; BEGIN of the driver": Sql("ROLLBACK; BEGIN", driver=True),
+    "ROLLBACK AND CHAIN of the driver": Sql("ROLLBACK AND CHAIN", driver=True),
+}
+
 # An error aborts the transaction, COMMIT is answered with ROLLBACK; there are pipelines and AND CHAIN.
 POSTGRESQL_ONLY: Final[dict[str, Program]] = {
+    **{
+        f"{name}, {place}": program
+        for name, ending in _ENDINGS.items()
+        for place, program in (
+            ("after publish", _request(Atomic((Pair(1), ending)))),
+            ("before publish", _request(Atomic((ending, Try((Pair(1),)))))),
+            ("in a decorated function", _request(Decorated((ending,), number=1))),
+            ("before the message of a decorated function", _request(Decorated((ending,), number=1, last=True))),
+            ("in a handler", _handler(*_EFFECTS, ending)),
+        )
+    },
     "a swallowed error after publish": _request(Atomic((Pair(1), _SWALLOWED))),
     "a swallowed error before publish": _request(Atomic((_SWALLOWED, Try((Pair(1, row_first=True),))))),
     "a swallowed error in a decorated function": _request(Decorated((_SWALLOWED,), number=1)),
@@ -143,7 +166,6 @@ POSTGRESQL_ONLY: Final[dict[str, Program]] = {
     "a swallowed error in finish": _outside(Finish((*_EFFECTS, _SWALLOWED))),
     "a killed connection in a decorated function": _request(Decorated((Kill(),), number=1)),
     "a handler whose connection is killed": _handler(*_EFFECTS, Kill()),
-    "ROLLBACK AND CHAIN in a decorated function": _request(Decorated((Sql("ROLLBACK AND CHAIN"),), number=1)),
     "an error in a pipeline before publish": _request(Atomic((Try((Pipeline((Fail("select"), Pair(1))),)),))),
     "an error in a pipeline after publish": _request(Atomic((Try((Pipeline((Pair(1), Fail("select"))),)),))),
     "a constraint that fails at COMMIT": _request(Atomic((Pair(1), Fail("constraint at commit")))),

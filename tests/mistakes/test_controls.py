@@ -9,7 +9,6 @@ from django.db import connections
 
 from tests.mistakes.campaign import Campaign, convictions
 from tests.mistakes.controls import CONTROLS, Control
-from tests.mistakes.grammar import text
 from tests.mistakes.oracle import Kind
 from tests.mistakes.specimens import specimens
 from tests.mistakes.worlds import WORLDS, World
@@ -23,7 +22,7 @@ def test_no_specimen_breaks_a_rule(world: World, campaign_in: Callable[[World], 
     known = specimens(connections[world.alias].vendor)
     verdicts = campaign_in(world).judged(list(known.values()))
     broken = {name: sorted(item.kinds) for name, item in zip(known, verdicts, strict=True) if item.findings}
-    assert not broken, "\n\n".join(f"{name}: {kinds}\n{text(known[name])}" for name, kinds in broken.items())
+    assert not broken, "\n\n".join(f"{name}: {kinds}\n{known[name]}" for name, kinds in broken.items())
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
@@ -33,7 +32,7 @@ def test_a_specimen_finds_each_part_that_is_switched_off(
     campaign = campaign_in(control.world)
     control.switch(monkeypatch)
     specimen = specimens(connections[control.world.alias].vendor)[control.specimen]
-    assert control.kind in campaign.judged([specimen])[0].kinds, text(specimen)
+    assert control.kind in campaign.judged([specimen])[0].kinds, specimen
 
 
 @pytest.mark.slow

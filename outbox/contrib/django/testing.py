@@ -64,7 +64,7 @@ class OutboxForTests(ABC):
         self._groups = groups
         self._errors: list[Exception] = []
         self._handled: list[HandledCall] = []
-        self._tasks = _captured_tasks()
+        self._tasks = _tasks
         autodiscover()
 
     @abstractmethod
@@ -169,7 +169,7 @@ class InMemoryOutbox(OutboxForTests):
 
     def saved(self) -> Callable[[], None]:
         """Return a function that brings back the present state: messages, positions and captured tasks."""
-        self.decide_ended()
+        get_engine().decide_ended()
         kept, handled, tasks = self.broker.copy(), list(self._handled), list(self._tasks)
 
         def bring_back() -> None:
@@ -181,21 +181,14 @@ class InMemoryOutbox(OutboxForTests):
         return bring_back
 
     def messages(self, topic: str) -> list[Message]:
-        self.decide_ended()
+        get_engine().decide_ended()
         return self.broker.visible(topic)
 
     def _drain_once(self) -> int:
-        self.decide_ended()
+        get_engine().decide_ended()
         # A test may have registered a subscriber since the broker began.
         self._subscribe(self.broker)
         return self.broker.drain()
-
-    def decide_ended(self) -> None:
-        """Decide each half message whose transaction has ended.
-
-        The ledger row determines the decision, as in check-back.
-        """
-        get_engine().decide_ended()
 
 
 class BrokerOutbox(OutboxForTests):
@@ -280,10 +273,6 @@ def changed_settings(keys: dict[str, Any]) -> Iterator[None]:
 
 
 _tasks: list[CapturedTask] = []
-
-
-def _captured_tasks() -> list[CapturedTask]:
-    return _tasks
 
 
 @contextmanager

@@ -19,7 +19,6 @@ class EncryptionSettings:
     key_database: str | None = setting(
         None,
         or_none(text("alias")),
-        word="key database",
         section="erasing",
         meaning="alias of the database with the [keys of subjects](operations/erasure.md#encrypt-bodies-per-subject)",
     )
@@ -28,7 +27,6 @@ class EncryptionSettings:
         texts("key"),
         secret=True,
         shown="`[]`",
-        word="key-encrypting key (NIST), KEK",
         meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, each key "
         "decrypts",
     )

@@ -138,7 +138,6 @@ class ForwardSettings:
         bundled_only="a failing message would hold back its whole queue and not only its key. Keep the topics on "
         "PostgreSQL, run outbox_worker --role forward with settings whose BROKER is the alias of this PostgreSQL "
         "database, and declare FORWARD in these settings only; or let a @subscriber send the messages.",
-        word="forward",
         meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
         "system](forwarding.md)",
         section="broker",

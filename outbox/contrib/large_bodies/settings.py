@@ -51,6 +51,5 @@ class LargeBodySettings:
         bundled_only="outbox does not know which messages the server still has, and so which stored bodies are still "
         "needed. Store large data in your own tables or storage, and publish its name; or keep the topics with large "
         "bodies on PostgreSQL.",
-        word="large body; claim check (Enterprise Integration Patterns)",
         meaning="where the bodies of [large messages](large-bodies.md) are stored",
     )

@@ -67,7 +67,6 @@ class ReceiveSettings:
         bundled_only="another broker would store a repeated message a second time. Keep the topics on PostgreSQL, run "
         "outbox_worker --role receive with settings whose BROKER is the alias of this PostgreSQL database, and declare "
         "RECEIVE in these settings only; or let the sender publish to the other broker.",
-        word="receive",
         meaning="the sources from which `outbox_worker --role receive` [receives messages](forwarding.md#receive)",
         section="broker",
     )

@@ -16,7 +16,6 @@ class ReconciliationSettings:
         {},
         dotted_paths,
         bundled_only=True,
-        word="publisher",
         section="observing",
         meaning="for each rule of a reconciliation, the dotted path of a function that creates the message of a row "
         "again ([repair](reconciliation/findings.md#repair))",

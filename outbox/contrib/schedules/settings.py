@@ -85,7 +85,6 @@ class ScheduleSettings:
         {},
         entries(_entry, name="name", example="{name: {'cron': '0 3 * * *', 'topic': …}}"),
         bundled_only=True,
-        word="schedule (Temporal, Quartz)",
         meaning="the [schedules](schedules.md) by which the leader publishes messages",
         section="broker",
     )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import Error
+from django.db.utils import DatabaseError, Error
 
 from outbox.errors import SendFailed
 from outbox.utils import fence
@@ -111,8 +111,12 @@ Result = TypeVar("Result")
 # PostgreSQL: serialization_failure and deadlock_detected. SQLite: SQLITE_BUSY and SQLITE_LOCKED.
 _CONTENDED_STATES: Final = frozenset({"40001", "40P01"})
 _CONTENDED_SQLITE_CODES: Final = frozenset({5, 6})
-# MariaDB: ER_CHECKREAD (a row changed since the snapshot, under REPEATABLE READ) and ER_LOCK_DEADLOCK.
-_CONTENDED_MARIADB_NUMBERS: Final = frozenset({1020, 1213})
+# MariaDB: ER_CHECKREAD (a row changed since the snapshot, under REPEATABLE READ) and ER_LOCK_DEADLOCK. After each of
+# them the server has rolled the transaction back.
+CONTENDED_MARIADB_NUMBERS: Final = frozenset({1020, 1213})
+# PostgreSQL: lock_not_available. MariaDB: ER_LOCK_WAIT_TIMEOUT.
+_LOCK_TIMEOUT_STATE: Final = "55P03"
+LOCK_TIMEOUT_MARIADB_NUMBER: Final = 1205
 
 MAX_TRIES: Final = 10
 _LONGEST_PAUSE_SECONDS: Final = 0.1
@@ -141,9 +145,16 @@ def was_in_the_way(error: BaseException) -> bool:
         return any(
             getattr(one, "sqlstate", None) in _CONTENDED_STATES
             or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
-            or mariadb_number(one) in _CONTENDED_MARIADB_NUMBERS
+            or mariadb_number(one) in CONTENDED_MARIADB_NUMBERS
             for one in causes(error)
         )
     except Exception:
         # The attributes of a handler's error may raise. No error of a database does so.
         return False
+
+
+def is_contention(error: DatabaseError) -> bool:
+    """Whether the statement may succeed after another transaction has ended, also if it has waited for a lock."""
+    state = getattr(error.__cause__, "sqlstate", None)
+    is_timeout = mariadb_number(error) == LOCK_TIMEOUT_MARIADB_NUMBER or (state is None and "locked" in str(error))
+    return is_timeout or state == _LOCK_TIMEOUT_STATE or was_in_the_way(error)

@@ -63,16 +63,12 @@ def refuse(what: str) -> None:
         raise error
 
 
-class _Guard:
+def _guard(execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
     """An execute wrapper of Django that refuses the statements of a handler that may not write now."""
-
-    def __init__(self, alias: str) -> None:
-        self._alias = alias
-
-    def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        if refused_writes.get() is not None and (word := written(statement_text(sql, context["connection"]))):
-            refuse(f"{word} on {self._alias!r}")
-        return execute(sql, params, many, context)
+    connection = context["connection"]
+    if refused_writes.get() is not None and (word := written(statement_text(sql, connection))):
+        refuse(f"{word} on {connection.alias!r}")
+    return execute(sql, params, many, context)
 
 
 def written(text: str) -> str:
@@ -90,16 +86,16 @@ def written(text: str) -> str:
 @contextmanager
 def refused(refusals: RefusedWrites) -> Iterator[None]:
     """Inside the block, refuse writes on all aliases and publish calls of this thread."""
-    guards = [(connection, _Guard(connection.alias)) for connection in connections.all()]
-    for connection, guard in guards:
-        connection.execute_wrappers.append(guard)
+    guarded = connections.all()
+    for connection in guarded:
+        connection.execute_wrappers.append(_guard)
     token = refused_writes.set(refusals)
     try:
         yield
     finally:
         refused_writes.reset(token)
-        for connection, guard in guards:
-            connection.execute_wrappers.remove(guard)
+        for connection in guarded:
+            connection.execute_wrappers.remove(_guard)
 
 
 @contextmanager

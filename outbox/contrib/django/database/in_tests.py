@@ -59,15 +59,23 @@ def refuse_in_tests(alias: str) -> None:
     use = (alias, BaseDatabaseWrapper.ensure_connection, connections.settings[alias]["NAME"])
     if use == _allowed:
         return
-    if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
-        raise _refusal(alias, forbidden)
+    if why := guarded_off(alias) or _not_made_for_tests(alias):
+        raise ConfigurationError(
+            f"this test would use the broker on {alias!r}, which is not a database of the test ({why}): "
+            f"{_REMEDY.format(alias=alias)}."
+        )
     _allowed = use
 
 
 def guarded_off(alias: str) -> str:
     """The reason why the running test must not use the database of `alias`, or ''. Opens no connection."""
+    if not _is_guarded():
+        return ""
     try:
-        _ask_guard(alias)
+        # If the guard allows the database, Django may still refuse to connect in a coroutine. Django's
+        # SynchronousOnlyOperation is ignored, because it is not an error of the guard.
+        with suppress(SynchronousOnlyOperation):
+            BaseDatabaseWrapper.ensure_connection(_Probe(alias))
     except (AssertionError, RuntimeError) as error:
         # The guard of Django or pytest-django raises an AssertionError or a RuntimeError.
         return str(error) or type(error).__name__
@@ -83,25 +91,9 @@ def refuse_processes_in_tests() -> None:
         )
 
 
-def _refusal(alias: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"this test would use the broker on {alias!r}, which is not a database of the test ({why}): "
-        f"{_REMEDY.format(alias=alias)}."
-    )
-
-
 def _is_guarded() -> bool:
     guard: Any = BaseDatabaseWrapper.ensure_connection
     return bool(guard.__module__ != BaseDatabaseWrapper.__module__)
-
-
-def _ask_guard(alias: str) -> None:
-    """Call the guard of the running test, if there is one. The caller gets the guard's error."""
-    # If the guard allows the database, Django may still refuse to connect in a coroutine. Django's
-    # SynchronousOnlyOperation is ignored, because it is not an error of the guard.
-    if _is_guarded():
-        with suppress(SynchronousOnlyOperation):
-            BaseDatabaseWrapper.ensure_connection(_Probe(alias))
 
 
 class _Probe(BaseDatabaseWrapper):

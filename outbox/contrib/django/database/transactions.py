@@ -15,7 +15,11 @@ from django.db.utils import DatabaseError, InternalError, OperationalError
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
-from outbox.contrib.django.database.database_errors import mariadb_number
+from outbox.contrib.django.database.database_errors import (
+    CONTENDED_MARIADB_NUMBERS,
+    LOCK_TIMEOUT_MARIADB_NUMBER,
+    mariadb_number,
+)
 from outbox.contrib.django.database.django_internals import (
     CONNECT,
     WatchedBlocks,
@@ -84,11 +88,8 @@ _OF_ORM: Final = (
     *(f"{words} {quote}" for words in ("SELECT", "INSERT INTO", "UPDATE", "DELETE FROM") for quote in '"`'),
     *("SAVEPOINT ", "RELEASE "),
 )
-# Errors of MariaDB: a missing table, a lock timeout, and two after which the server has rolled the transaction back
-# (ER_CHECKREAD and ER_LOCK_DEADLOCK).
+# MariaDB: ER_NO_SUCH_TABLE.
 _NO_SUCH_TABLE: Final = 1146
-_LOCK_WAIT_TIMEOUT: Final = 1205
-_ROLLS_BACK: Final = frozenset({1020, 1213})
 
 # psycopg makes new objects for each reading of `Connection.info.transaction_status`; libpq's own number is free.
 _IDLE: Final = pq.TransactionStatus.IDLE
@@ -187,8 +188,8 @@ class BlockWatch:
             return execute(*statement)
         except OperationalError as error:
             number = mariadb_number(error)
-            self._is_lost = self._is_lost or number in _ROLLS_BACK
-            if number == _LOCK_WAIT_TIMEOUT:
+            self._is_lost = self._is_lost or number in CONTENDED_MARIADB_NUMBERS
+            if number == LOCK_TIMEOUT_MARIADB_NUMBER:
                 with self._connection.connection.cursor() as cursor:
                     cursor.execute("SELECT @@innodb_rollback_on_timeout")
                     self._is_lost = self._is_lost or bool(cursor.fetchone()[0])
@@ -213,10 +214,6 @@ class BlockWatch:
         """Record that a handler changes the session. What is set while Django opens the connection stays."""
         if _changes_session(text, self._connection.vendor) and log_context.is_handling() and not _is_being_opened():
             self.changed_on = self._connection.connection
-
-    def note_begun(self) -> None:
-        """Record that a statement outside of Django's cursors began the block's transaction."""
-        self.is_begun = True
 
     def note_own(self, text: str) -> None:
         """Record a statement of this package that Django's cursors do not execute, and that ends no transaction."""

@@ -6,7 +6,7 @@ Code that only workers and commands run is imported inside the functions that us
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -25,15 +25,12 @@ from outbox.refusals import Refusals
 from outbox.subscription import Subscription
 
 if TYPE_CHECKING:
-    from outbox.broker.database.executor import Row
     from outbox.broker.operations.audit import MessageCounts
 
-# Terms of the audit. Running workers finish the messages of the MOVING fields. An operator must
-# settle the messages of the STUCK fields.
-_MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
-_STUCK_OF_TOPIC: Final = ("parked",)
-_MOVING_OF_GROUP: Final = ("lag", "claimed", "retrying")
-_STUCK_OF_GROUP: Final = ("dead",)
+# Terms of the audit, of a topic and of a group. Running workers finish the messages of _MOVING. An operator must settle
+# the messages of _STUCK.
+_MOVING: Final = (("undecided", "unsequenced", "held", "scheduled"), ("lag", "claimed", "retrying"))
+_STUCK: Final = (("parked",), ("dead",))
 _WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
 
@@ -108,35 +105,30 @@ class PostgresEngine(Engine):
         ):
             check_schema(connection, self.settings.schema)
             counted = count_messages(Executor(connection, self.settings.schema))
-        found = LeftoverWork()
         topics = {*self.settings.topics, *(item.subscription.topic for item in subscribers())}
         groups = {item.subscription.group for item in subscribers()}
-        for name, topic in counted.topics.items():
-            if name in topics:
-                found.waiting.extend(_of_topic(name, topic, _MOVING_OF_TOPIC))
-                found.staying.extend(_of_topic(name, topic, _STUCK_OF_TOPIC))
-        for group in counted.groups.values():
-            if group.name in groups:
-                found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
-                found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
-        return found
+        waiting, staying = (list(_unfinished(counted, kinds, topics, groups)) for kinds in (_MOVING, _STUCK))
+        return LeftoverWork(waiting=waiting, staying=staying)
 
 
 def undelivered(counted: MessageCounts) -> Iterator[str]:
     """One text for each kind of unfinished messages of a topic or group."""
-    for name, topic in counted.topics.items():
-        yield from _of_topic(name, topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
+    groups = {group.name for group in counted.groups.values()}
+    for kinds in (_MOVING, _STUCK):
+        yield from _unfinished(counted, kinds, counted.topics, groups)
+
+
+def _unfinished(
+    counted: MessageCounts,
+    kinds: tuple[Sequence[str], Sequence[str]],
+    topics: Collection[str],
+    groups: Collection[str],
+) -> Iterator[str]:
+    totals = [("topic", name, found, kinds[0]) for name, found in counted.topics.items() if name in topics]
     for group in counted.groups.values():
-        yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
-
-
-def _of_topic(topic: str, totals: Row, fields: Sequence[str]) -> Iterator[str]:
-    for name in fields:
-        if number := getattr(totals, name):
-            yield f"topic {topic!r} has {number} messages {_WORDS.get(name, name)}"
-
-
-def _of_group(group: Row, fields: Sequence[str]) -> Iterator[str]:
-    for name in fields:
-        if (number := getattr(group, name)) and not group.broadcast:
-            yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"
+        if group.name in groups and not group.broadcast:
+            totals.append(("group", group.name, group, kinds[1]))
+    for what, name, found, fields in totals:
+        for field in fields:
+            if number := getattr(found, field):
+                yield f"{what} {name!r} has {number} messages {_WORDS.get(field, field)}"

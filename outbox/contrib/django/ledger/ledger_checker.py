@@ -22,7 +22,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError
 
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.database.database_errors import mariadb_number
+from outbox.contrib.django.database.database_errors import is_contention
 from outbox.contrib.django.database.in_tests import guarded_off
 from outbox.contrib.django.ledger import ledger
 from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
@@ -35,11 +35,6 @@ LOCK_TIMEOUT_MILLISECONDS: Final = 20
 
 # In a request with a deadline, a connection attempt fails if the server does not respond within this number of seconds.
 _CONNECT_SECONDS: Final = 3
-
-# The SQLSTATEs of PostgreSQL for lock_not_available, serialization_failure and deadlock_detected.
-_CONTENTION_STATES: Final = frozenset({"55P03", "40001", "40P01"})
-# The error numbers of MariaDB for the same errors: ER_LOCK_WAIT_TIMEOUT, ER_CHECKREAD and ER_LOCK_DEADLOCK.
-_CONTENTION_NUMBERS: Final = frozenset({1205, 1020, 1213})
 
 _DECISIONS: Final = {ledger.COMMITTED: Decision.COMMIT, ledger.ROLLED_BACK: Decision.ROLLBACK}
 
@@ -219,18 +214,6 @@ class _OneAtATime(DatabaseError):
 
     The effects of a failed batch depend on the database, so the caller divides the batch.
     """
-
-
-def is_contention(error: DatabaseError) -> bool:
-    """Return whether the statement failed because of another open transaction.
-
-    In this case, the statement may succeed after that transaction has ended.
-    """
-    cause = error.__cause__
-    state = getattr(cause, "sqlstate", None)
-    if state is not None:
-        return state in _CONTENTION_STATES
-    return mariadb_number(error) in _CONTENTION_NUMBERS or "locked" in str(error)
 
 
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:

@@ -141,13 +141,9 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     settings = get_settings()
     if settings.in_memory:
         return PruneCounts()
-    if not settings.has_database:
-        below = _retained_from(settings)
-        parts = _of_each(lambda alias, ends: _prune_ledger(alias, None, below, ends), max_seconds)
-        return _counts(ledger=parts)
-    below = first_id_at(older_than)
+    below = first_id_at(older_than) if settings.has_database else _retained_from(settings)
     with _broker(settings) as run:
-        if scan(run, settings=settings.check).more:
+        if run is not None and scan(run, settings=settings.check).more:
             # Remove nothing: a half message that the half scan has not read yet may belong to an undecided transaction.
             return PruneCounts()
 
@@ -156,13 +152,18 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
             _report(run, settings, alias, presence.LEDGER, LEDGER_KEEP_SECONDS, part)
             return part
 
-        parts = _of_each(prune, max_seconds)
-        presence.forget_other_aliases(run, settings.producer_group, ledger_aliases())
-        return _counts(ledger=parts)
+        found = _of_each(prune, max_seconds)
+        if run is not None:
+            presence.forget_other_aliases(run, settings.producer_group, ledger_aliases())
+    return PruneCounts(ledger=found.removed, more=found.more)
 
 
 @contextmanager
-def _broker(settings: OutboxSettings) -> Iterator[Executor]:
+def _broker(settings: OutboxSettings) -> Iterator[Executor | None]:
+    """A connection to the broker; None if it is not in PostgreSQL, so that it cannot be asked about single rows."""
+    if not settings.has_database:
+        yield None
+        return
     with (
         broker_database(settings).connect(name="outbox-prune") as broker,
         naming("pruning ledgers and inboxes", settings.schema),
@@ -171,24 +172,18 @@ def _broker(settings: OutboxSettings) -> Iterator[Executor]:
         yield Executor(broker, settings.schema)
 
 
-def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part) -> None:
-    if part.pruned_to is not None:
+def _report(
+    run: Executor | None, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part
+) -> None:
+    if run is not None and part.pruned_to is not None:
         group = settings.producer_group
         presence.report_pruned(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
 
 
-def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> PruneCounts:
-    return PruneCounts(
-        ledger=sum(part.removed for part in ledger),
-        inbox=sum(part.removed for part in inbox),
-        more=any(part.more for part in (*ledger, *inbox)),
-    )
-
-
 def _of_each(
     prune: Callable[[str, float], _Part], max_seconds: float | None, *, what: str = "ledger and inbox"
-) -> list[_Part]:
-    """Call `prune` for every alias, and return the results. Each alias gets an equal share of `max_seconds`.
+) -> _Part:
+    """Call `prune` for every alias, and return the sum of the results. Each alias gets a share of `max_seconds`.
 
     If one database cannot be pruned, the function continues with the next database.
     """
@@ -202,13 +197,14 @@ def _of_each(
         except DatabaseError as error:
             if has_tables(alias):
                 failed[alias] = error
+    total = _Part(sum(part.removed for part in parts), any(part.more for part in parts))
     if not failed:
-        return parts
+        return total
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
     raise LedgerUnavailable(
-        f"{what} could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the other "
-        "databases were removed. Nothing is lost: the next pass tries again. Check the named database. If it is a "
-        "replica, let a router's allow_migrate refuse the models of outbox."
+        f"{what} could not be pruned ({said}); {total.removed} rows of the other databases were removed. Nothing is "
+        "lost: the next pass tries again. Check the named database. If it is a replica, let a router's allow_migrate "
+        "refuse the models of outbox."
     ) from next(iter(failed.values()))
 
 
@@ -292,8 +288,6 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
     single message.
     """
     settings = get_settings()
-    if not settings.has_database:
-        return _counts(inbox=_of_each(lambda alias, ends: _prune_inbox(alias, None, older_than, ends), max_seconds))
     with _broker(settings) as run:
 
         def prune(alias: str, ends: float) -> _Part:
@@ -301,7 +295,8 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
             _report(run, settings, alias, presence.INBOX, settings.inbox_retention_seconds, part)
             return part
 
-        return _counts(inbox=_of_each(prune, max_seconds))
+        found = _of_each(prune, max_seconds)
+    return PruneCounts(inbox=found.removed, more=found.more)
 
 
 def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: float) -> _Part:
@@ -355,8 +350,8 @@ def prune_parts(*, max_seconds: float | None = None) -> PruneCounts:
         except LedgerUnavailable as error:
             failures.append(error)
             continue
-        removed[table] = sum(one.removed for one in found)
-        more = more or any(one.more for one in found)
+        removed[table] = found.removed
+        more = more or found.more
     if failures:
         raise failures[0]
     return PruneCounts(of_parts=removed, more=more)

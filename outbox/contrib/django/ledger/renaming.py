@@ -10,7 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import OperationalError
 
 from outbox.contrib.django.database.columns import stored_uuid
-from outbox.contrib.django.database.database_errors import mariadb_number
+from outbox.contrib.django.database.database_errors import LOCK_TIMEOUT_MARIADB_NUMBER, mariadb_number
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
 from outbox.utils.faults import point
@@ -20,8 +20,6 @@ BATCH: Final = 5000
 # A rename waits at most this long for the end of the handlers' transactions.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
-# MariaDB: ER_LOCK_WAIT_TIMEOUT.
-_LOCK_WAIT_TIMEOUT: Final = 1205
 
 # Open transactions that have written to the inbox. A prepared transaction has no session, so its pid is null.
 _WRITERS: Final = """
@@ -74,7 +72,7 @@ def _wait_on_mariadb(connection: BaseDatabaseWrapper) -> None:
             try:
                 cursor.execute("LOCK TABLES outbox_inbox READ")
             except OperationalError as error:
-                if mariadb_number(error) != _LOCK_WAIT_TIMEOUT:
+                if mariadb_number(error) != LOCK_TIMEOUT_MARIADB_NUMBER:
                     raise
                 if time.monotonic() >= ends:
                     raise _unended(connection, str(error)) from error

@@ -34,7 +34,6 @@ from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
 from outbox.contrib.django.subscribers.middleware import with_middleware
-from outbox.contrib.django.subscribers.outside import no_claims
 from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 from outbox.subscription import Effects, Mode, Subscription
@@ -44,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT_SECONDS: Final = Subscription(topic="any", group="any").timeout_seconds
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
+_WITH_INBOX: Final = ("postgresql", "sqlite", "mysql")
 
 
 def check_settings(**options: Any) -> list[CheckMessage]:
@@ -181,11 +181,15 @@ def _options(item: Subscriber) -> Iterator[CheckMessage]:
 def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMessage]:
     """Compare the effects and the time limit of a subscriber with its database, the lease and the end of a process."""
     seconds = item.subscription.timeout_seconds
-    if item.subscription.effects is Effects.OUTSIDE:
-        alias = handler_alias(item)
-        if alias in connections and (reason := no_claims(connections[alias])):
-            yield Error(f"{item.name}: {reason}", id="outbox.E034")
-    elif item.idempotent and seconds > _DEFAULT_TIMEOUT_SECONDS:
+    alias = handler_alias(item)
+    if item.idempotent and alias in connections and connections[alias].vendor not in _WITH_INBOX:
+        yield Error(
+            f"{item.name}: the inbox needs PostgreSQL, SQLite or MariaDB, but {alias!r} is a database of the kind "
+            f"{connections[alias].vendor!r}.",
+            hint="Give the subscriber another alias with using=….",
+            id="outbox.E034",
+        )
+    if item.subscription.effects is Effects.INSIDE and item.idempotent and seconds > _DEFAULT_TIMEOUT_SECONDS:
         yield Info(
             f"{item.name} has timeout_seconds={seconds:g}, but the server ends its transaction if the transaction "
             f"executes no statement for {0.8 * settings.lease_seconds:g} s (four fifths of OUTBOX['LEASE_SECONDS']).",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from outbox import names
 from outbox.arguments import wait_of, with_timeout
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
+from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import in_pipeline, lost, statement_text, sync_pipeline, watch_of
 from outbox.contrib.django.engine.broker import get_broker
@@ -155,16 +155,6 @@ def _unknown(name: str, what: str, parameter: inspect.Parameter, known: Iterable
     )
 
 
-def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one call by name, with defaults.
-
-    Raises TypeError if the call does not match the signature.
-    """
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
 # -- writes to another database --------------------------------------------------------------------
 #
 # The code below refuses a write to a database whose transaction does not decide about the message.
@@ -174,42 +164,8 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 # refused.
 
 
-# Matches a statement that changes rows, also if it begins with comments or parentheses, or is inside WITH.
-_WRITES: Final = re.compile(
-    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:(?:INSERT|UPDATE|DELETE|MERGE|REPLACE|TRUNCATE|COPY)\b"
-    r"|WITH\b.*\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|MERGE\s+INTO)\b)",
-    re.IGNORECASE | re.DOTALL,
-)
-
-
-class _Watch:
-    """Refuses writes of a decorated function if they are not on the alias of its transaction."""
-
-    def __init__(self, alias: str, name: str) -> None:
-        self.alias = alias
-        self.name = name
-        self.refused: TransactionUsageError | None = None
-
-    def __call__(self, execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
-        """Refuse or execute a statement (see Django's `execute_wrapper`)."""
-        text = statement_text(statement, context["connection"]) if _watching.get() is self else ""
-        if _WRITES.match(text):
-            self.refused = self._refusal(context["connection"].alias, text)
-            raise self.refused
-        return execute(statement, params, many, context)
-
-    def _refusal(self, alias: str, statement: str) -> TransactionUsageError:
-        return TransactionUsageError(
-            f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message belongs to "
-            f"the transaction on {self.alias!r}. If the function failed after this write, the row would stay and the "
-            "message would be rolled back. The write was not executed, and the transaction is rolled back. Write "
-            f"@transactional_message(…, using={alias!r}) to run the transaction on {alias!r}. If this write may commit "
-            f"in a separate transaction, write using={self.alias!r} instead."
-        )
-
-
-_watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=None)
+# The execute wrapper of the decorated function that runs, if its writes are watched.
+_watching: ContextVar[Callable[..., Any] | None] = ContextVar("outbox_watching", default=None)
 
 
 @contextmanager
@@ -221,19 +177,35 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
     is raised again at the end of the block. The check detects only writes through Django's cursors. In a project with
     one database, this check costs nothing.
     """
-    watch = _Watch(alias, name) if alias is not None else None
-    token = _watching.set(watch)
+    refused: list[TransactionUsageError] = []
+
+    def watch(execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
+        text = statement_text(statement, context["connection"]) if _watching.get() is watch else ""
+        if effects.written(text):
+            other = context["connection"].alias
+            refused.append(
+                TransactionUsageError(
+                    f"{name} wrote to {other!r} ({' '.join(text.split())[:60]}…), but its message belongs to the "
+                    f"transaction on {alias!r}. If the function failed after this write, the row would stay and the "
+                    "message would be rolled back. The write was not executed, and the transaction is rolled back. "
+                    f"Write @transactional_message(…, using={other!r}) to run the transaction on {other!r}. If this "
+                    f"write may commit in a separate transaction, write using={alias!r} instead."
+                )
+            )
+            raise refused[0]
+        return execute(statement, params, many, context)
+
+    token = _watching.set(None if alias is None else watch)
     try:
         with ExitStack() as stack:
-            if watch is not None:
-                for other in connections:
-                    if other != alias:
-                        stack.enter_context(connections[other].execute_wrapper(watch))
+            for other in () if alias is None else connections:
+                if other != alias:
+                    stack.enter_context(connections[other].execute_wrapper(watch))
             yield
     finally:
         _watching.reset(token)
-    if watch is not None and watch.refused is not None:
-        raise watch.refused
+    if refused:
+        raise refused[0]
 
 
 # -- the end of the block --------------------------------------------------------------------------
@@ -449,16 +421,24 @@ def transactional_message(
         _check_several(messages, topic=topic, delay=delay, timeout=timeout, **parts)
         parts = {MESSAGES: messages}
     check_immunity(topic, immunity_seconds)
-    return _Decorator(
-        topic=topic,
-        kind=kind,
-        given=parts,
-        delay=delay,
-        timeout=timeout,
-        immunity_seconds=immunity_seconds,
-        using=using,
-        durable=durable,
-    )
+
+    def decorate(function: Function) -> Function:
+        _refuse_unsuitable(function)
+        call = _Call(
+            name=name_of(function),
+            signature=signature_of(function),
+            parts={what: part(function, what, value, may_yield=what == MESSAGES) for what, value in parts.items()},
+            topic=topic,
+            kind=kind,
+            delay=delay,
+            timeout=timeout,
+            immunity_seconds=immunity_seconds,
+            using=using,
+            durable=durable,
+        )
+        return cast(Function, _wrap(function, call))
+
+    return decorate
 
 
 def _check_one(topic: str, body: Any) -> None:
@@ -482,51 +462,6 @@ def _check_several(messages: Any, **others: Any) -> None:
             f"messages= of @transactional_message must be a function that returns or yields messages made by "
             f"message(…), not {messages!r:.80}: a message that is made only once would have the same id in every call."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Decorator:
-    """The arguments of one use of `@transactional_message`.
-
-    `topic` is empty if the argument `messages` is used, because each message then has its own topic. `kind` is the
-    declared type that the body must have, or None.
-    """
-
-    topic: str
-    kind: type | None
-    given: Mapping[str, Any]
-    delay: float | timedelta | None
-    timeout: float | timedelta | None
-    immunity_seconds: int | None
-    using: str | None
-    durable: bool
-
-    def __call__(self, function: Function) -> Function:
-        _refuse_unsuitable(function)
-        call = _Call(
-            decorator=self,
-            name=name_of(function),
-            signature=signature_of(function),
-            parts={what: part(function, what, value, may_yield=what == MESSAGES) for what, value in self.given.items()},
-        )
-        return cast(Function, _wrap(function, call))
-
-    def build(self, values: dict[str, Any], name: str) -> list[Message]:
-        """Build the messages of one call of the function `name` from the values of the parts."""
-        if MESSAGES in values:
-            return messages_of(values[MESSAGES], f"messages= of {name}")
-        body, delay, timeout = values.pop("body"), self.delay, self.timeout
-        if self.kind is not None and not isinstance(body, self.kind):
-            raise UsageError(
-                f"body= of {name} is {body!r:.80}, but @transactional_message was given the type "
-                f"{self.kind.__qualname__}: return a value of this type. Nothing was published, and the transaction "
-                "is rolled back."
-            )
-        options = [values.pop(what) for what in self.given if what.startswith(_OPTION)]
-        topic = self.topic
-        if self.kind is not None:
-            topic, body = body, NOT_GIVEN
-        return [build(topic, body, options, delay=delay, timeout=timeout, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
@@ -581,24 +516,35 @@ def _refuse_unsuitable(function: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with the parts of its message."""
+    """A decorated function with the parts of its message, and the arguments of the decorator.
 
-    decorator: _Decorator
+    `topic` is empty if the argument `messages` is used, because each message then has its own topic. `kind` is the
+    declared type that the body must have, or None.
+    """
+
     name: str
     signature: inspect.Signature
     parts: Mapping[str, MessagePart]
+    topic: str
+    kind: type | None
+    delay: float | timedelta | None
+    timeout: float | timedelta | None
+    immunity_seconds: int | None
+    using: str | None
+    durable: bool
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open the block, publish the messages, run the function and end the block. Report a certain rollback."""
-        arguments = arguments_of(self.signature, args, kwargs)
-        alias = self.decorator.using or _default_alias()
-        watched = None if self.decorator.using else alias
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        alias = self.using or _default_alias()
+        watched = None if self.using else alias
         block = _Block(connections[alias])
         commits = False
         try:
-            with transaction.atomic(using=alias, durable=self.decorator.durable), writes_stay_on(watched, self.name):
+            with transaction.atomic(using=alias, durable=self.durable), writes_stay_on(watched, self.name):
                 watch_of(block.connection).bind(self.name)
-                result = self._inside(block, functools.partial(function, *args, **kwargs), arguments)
+                result = self._inside(block, functools.partial(function, *args, **kwargs), bound.arguments)
                 point("producer.before_local_commit")
                 will_commit = not block.connection.needs_rollback
             commits = will_commit
@@ -626,17 +572,25 @@ class _Call:
 
     def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published | None:
         """Build and publish the messages. Returns None if there are no messages, or only duplicates."""
-        built = self.decorator.build(
-            {what: part.of(arguments, self.name) for what, part in self.parts.items()}, self.name
-        )
-        if not built:
-            return None
-        published = publish_bound(
-            built,
-            using=connection.alias,
-            immunity_seconds=self.decorator.immunity_seconds,
-        )
+        built = self._build({what: part.of(arguments, self.name) for what, part in self.parts.items()})
+        published = publish_bound(built, using=connection.alias, immunity_seconds=self.immunity_seconds)
         return published if published.is_stored else None
+
+    def _build(self, values: dict[str, Any]) -> list[Message]:
+        if MESSAGES in values:
+            return messages_of(values[MESSAGES], f"messages= of {self.name}")
+        topic: Any = self.topic
+        body = values.pop("body")
+        if self.kind is not None:
+            if not isinstance(body, self.kind):
+                raise UsageError(
+                    f"body= of {self.name} is {body!r:.80}, but @transactional_message was given the type "
+                    f"{self.kind.__qualname__}: return a value of this type. Nothing was published, and the "
+                    "transaction is rolled back."
+                )
+            topic, body = body, NOT_GIVEN
+        options = [values.pop(what) for what in self.parts if what.startswith(_OPTION)]
+        return [build(topic, body, options, delay=self.delay, timeout=self.timeout, **values)]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Final
 from outbox import names
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
-from outbox.contrib.django.publishing.publish import errors_roll_back_the_block, messages_of, publish_all
+from outbox.contrib.django.publishing.publish import errors_roll_back_the_block, messages_of, publish_bound
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import LeftoversUndecided
 from outbox.message import Message, SendReceipt
@@ -42,7 +42,7 @@ class FencedProducer:
         """Like `publish_messages` of outbox.contrib.django. Raises ProducerFenced if a newer instance exists."""
         with errors_roll_back_the_block(using):
             given = messages_of(messages, "publish_messages")
-            return publish_all(given, None, using, at_once, self.instance)
+            return list(publish_bound(given, using=using, at_once=at_once, producer=self.instance).receipts)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:

@@ -216,7 +216,7 @@ def publish_many(
             )
             for body in bodies
         ]
-        return publish_all(built, immunity_seconds, using, at_once)
+        return list(publish_bound(built, immunity_seconds=immunity_seconds, using=using, at_once=at_once).receipts)
 
 
 def publish_messages(
@@ -231,23 +231,8 @@ def publish_messages(
     The messages may have different topics. Otherwise like `publish`.
     """
     with errors_roll_back_the_block(using):
-        return publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using, at_once)
-
-
-def publish_all(
-    messages: Sequence[Message],
-    immunity_seconds: int | None,
-    using: str | None,
-    at_once: bool,
-    producer: ProducerEpoch | None = None,
-) -> list[SendReceipt]:
-    """Like `publish_bound`, for any number of messages. Returns the receipts."""
-    if not messages:
-        return []
-    published = publish_bound(
-        messages, immunity_seconds=immunity_seconds, using=using, at_once=at_once, producer=producer
-    )
-    return list(published.receipts)
+        given = messages_of(messages, "publish_messages")
+        return list(publish_bound(given, immunity_seconds=immunity_seconds, using=using, at_once=at_once).receipts)
 
 
 def _awaitable(
@@ -449,6 +434,8 @@ def publish_bound(
     raises an error, the caller must roll back the block. The broker may have stored the half message before the error.
     Check-back rolls this half message back, because its ledger row is missing.
     """
+    if not messages:
+        return Published([])
     if running_loop() is not None:
         _outside_of_coroutines()
     current = current or current_engine()
@@ -1186,7 +1173,8 @@ def _at_once_in_transaction(first: Message, connection: BaseDatabaseWrapper) -> 
         f"the message for topic {first.topic!r} was not published: at_once=True was passed, but a transaction is open "
         f"on {connection.alias!r}, and the message would be sent even if this transaction is rolled back. Leave "
         "at_once out, so that the message is published with the transaction. If the message does not belong to the "
-        f"transaction, publish it in `transaction.on_commit(…, using={connection.alias!r})`."
+        "transaction, publish it after the commit: `transaction.on_commit(lambda: publish(…, at_once=True), "
+        f"using={connection.alias!r})`."
     )
 
 

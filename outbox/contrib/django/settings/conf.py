@@ -76,54 +76,46 @@ class TopicOptions:
         _TOPIC["types"],
         members(MessageType),
         shown="`NORMAL`, `TRANSACTION`",
-        word="message type (RocketMQ)",
         meaning="the types of messages that the topic accepts",
     )
     queue_count: int = setting(
         _TOPIC["queue_count"],
         whole(1, "queues"),
-        word="queue (RocketMQ; Kafka's partition)",
         meaning="number of queues, and so the maximum number of consumer processes of one group that share the topic",
     )
     retention_seconds: int = setting(
         _TOPIC["retention_seconds"],
         whole(1, "seconds"),
-        word="retention",
         meaning="how long the log keeps messages that all groups have consumed; other messages stay at least thirty "
         "days",
     )
-    codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
+    codec: str | None = setting(None, dotted_path, meaning="codec of the topic's bodies")
     key_lock: bool = setting(
         _TOPIC["key_lock"],
         flag,
-        word="key lock",
         meaning="FIFO topics: a transaction that publishes a key waits until earlier transactions of this key have "
         "ended",
     )
     on_park: str = setting(
         _TOPIC["on_park"],
         one_of("hold", "release"),
-        word="park",
         meaning="FIFO topics: if a message is [parked](concepts/messages.md#parked-messages), later messages of the "
         "same key wait (`hold`) or are delivered (`release`)",
     )
     backlog_limit: int | None = setting(
         _TOPIC["backlog_limit"],
         or_none(whole(1, "messages", most=2**63 - 1)),
-        word="backlog limit",
         meaning="the greatest number of messages that a group may be behind "
         "([limits](operations/sizing.md#limits-of-the-backlog))",
     )
     on_limit: str = setting(
         _TOPIC["on_limit"],
         one_of("refuse", "warn"),
-        word="limit",
         meaning="while the limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
     )
     searchable: bool = setting(
         _TOPIC["searchable"],
         flag,
-        word="searchable",
         meaning="`True`: the log has an index of the topic's keys "
         "([search by key](operations/messages.md#search-by-key))",
     )
@@ -200,59 +192,48 @@ class OutboxSettings:
     broker: str = setting(
         DEFAULT_DB_ALIAS,
         Rule("alias or address", _broker),
-        word="broker",
         meaning="alias of the broker's database (PostgreSQL 15 or newer), or address of [another broker](engines.md)",
         section="broker",
     )
-    schema: str = setting(
-        "outbox", schema_name, bundled_only=True, word="schema (PostgreSQL)", meaning="schema of the broker's tables"
-    )
+    schema: str = setting("outbox", schema_name, bundled_only=True, meaning="schema of the broker's tables")
     listen_url: str | None = setting(
         None,
         listen_conninfo,
         bundled_only=True,
         secret=True,
-        word="LISTEN (PostgreSQL)",
         meaning="URL of a direct connection, if the alias uses a [pooler](operations/connections.md#behind-a-pooler). "
         'With `""`, outbox polls and does not use LISTEN',
     )
     topics: Mapping[str, DeclaredTopic] = setting(
         {},
         entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
-        word="topic",
         meaning="the declared topics and their [options](settings.md#topics)",
     )
     codec: str | None = setting(
         None,
         dotted_path,
         shown="JSON",
-        word="codec",
         meaning="class or object that encodes bodies, for topics without a `codec` of their own",
     )
-    in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
+    in_memory: bool = setting(False, flag, meaning="`True`: a broker inside this process, for tests")
 
     producer_group: str = setting(
         "",
         group,
         shown="none",
-        word="producer group (RocketMQ)",
         meaning="the name of this service, unique among the services on the broker. Only processes of this service "
         "answer check-backs of its transactions",
         section="publishing",
     )
-    send_timeout_seconds: float = setting(
-        3.0, seconds(0.05), word="send: pass a message to the broker", meaning="how long `publish` waits for the broker"
-    )
+    send_timeout_seconds: float = setting(3.0, seconds(0.05), meaning="how long `publish` waits for the broker")
     immunity_seconds: int = setting(
         6,
         whole(0, "seconds"),
-        word="immunity (RocketMQ)",
         meaning="the age at which an undecided message is first checked",
     )
     check_interval_seconds: float = setting(
         30.0,
         seconds(0.1),
-        word="interval: the time between two passes",
         meaning="time between two check-back passes. After an answer without an outcome, a message is checked again "
         "when twice this time has passed",
     )
@@ -260,7 +241,6 @@ class OutboxSettings:
         int(3 * _DAY),
         whole(1, "seconds"),
         bundled_only=True,
-        word="check",
         meaning="how long after `IMMUNITY_SECONDS` an undecided message is checked; then it is "
         "[parked](concepts/messages.md#parked-messages)",
     )
@@ -268,31 +248,25 @@ class OutboxSettings:
     celery_app: str | None = setting(
         None,
         dotted_path,
-        word="app (Celery)",
         meaning="the Celery app that gets [transactional tasks](celery.md#transactional-tasks)",
         section="consuming",
     )
-    consumer_processes: int = setting(
-        1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"
-    )
+    consumer_processes: int = setting(1, whole(0, "processes"), meaning="consumer processes of one worker")
     handler_threads: int = setting(
         DEFAULT_THREADS,
         whole(1, "threads"),
-        word="consumer",
         meaning="handler threads of one consumer process, which all its subscribers share. Each thread needs a "
         "[database session](operations/connections.md). A subscriber with `threads` above 8 raises the number",
     )
     lease_seconds: float = setting(
         10.0,
         seconds(1),
-        word="lease",
         meaning="how long a queue stays with a consumer that has died. A handler may wait for a lock for half of this "
         "time, and leave its transaction idle for four fifths of this time",
     )
     drain_seconds: float = setting(
         20.0,
         seconds(0),
-        word="drain: finish the started work, then end",
         meaning="how long the processes of a stopping worker may take to finish their work before the worker kills "
         "them",
     )
@@ -300,7 +274,6 @@ class OutboxSettings:
         16,
         whole(1, "messages", 32),
         bundled_only=True,
-        word="commit",
         meaning="how many messages a worker may handle [in one transaction]"
         "(handlers.md#several-messages-in-one-transaction). 1: each message has a transaction of its own",
     )
@@ -308,14 +281,12 @@ class OutboxSettings:
         (),
         paths,
         shown="`[]`",
-        word="middleware (Django)",
         meaning="[functions that wrap every handler call](hooks.md#middleware-around-handlers), the outermost first",
     )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
         # The ids of transactions begin in 1970.
         seconds(60, most=20 * names.MAX_DELAY_SECONDS),
-        word="retention",
         meaning="the minimum time for which the inbox remembers a handled message. The inbox also remembers each "
         "message that is still in the log",
     )
@@ -324,7 +295,6 @@ class OutboxSettings:
         {},
         Rule("`{name: (warning, critical)}`", _thresholds),
         shown="[see operations](operations/monitoring.md#thresholds)",
-        word="threshold",
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
     )
@@ -332,27 +302,23 @@ class OutboxSettings:
         None,
         or_none(any_text),
         secret=True,
-        word="token; status",
         meaning="a request with this token in `Authorization: Bearer` may read `status/` and "
         "[`metrics/`](operations/monitoring.md#metrics) without an account",
     )
     health_directory: str | None = setting(
         None,
         or_none(text("path")),
-        word="health (Kubernetes: liveness and readiness)",
         meaning="folder for the heartbeats of a worker's processes, and for data of optional apps, such as metrics",
     )
     health_address: str | None = setting(
         None,
         address,
-        word="health",
         meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready`, and paths of '
         "optional apps, such as `/metrics`",
     )
     masked_fields: Mapping[str, frozenset[str]] = setting(
         {},
         field_names,
-        word="mask",
         meaning='for each topic (`"*"`: for all topics), the fields of bodies and headers that commands and the '
         "[operations page](operations/page.md) hide",
     )
@@ -549,60 +515,3 @@ def for_column(moment: datetime, alias: str) -> datetime:
     if django_settings.USE_TZ or connections[alias].vendor == "postgresql":
         return moment
     return moment.astimezone(UTC).replace(tzinfo=None)
-
-
-# -- environment variables -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """An environment variable that outbox reads."""
-
-    name: str
-    set_by: str
-    meaning: str
-
-
-_USER: Final = "you"
-_OUTBOX: Final = "outbox, for its own processes"
-
-ENVIRONMENT: Final = (
-    Variable("OUTBOX_BROKER_URL", _USER, "`python -m outbox.broker`: URL of the broker's database, for `--database`"),
-    Variable(
-        "OUTBOX_POSTGRES_URL",
-        _USER,
-        "`outbox.broker.embedded` uses the PostgreSQL at this URL in place of a private server",
-    ),
-    Variable(
-        "OUTBOX_FAULTS",
-        _USER,
-        "for tests and the demo: the places where a process is killed, stopped or delayed (`outbox.utils.faults`)",
-    ),
-    Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
-    Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
-    Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),
-    Variable("OUTBOX_LOG_FILE", _OUTBOX, "log file of a worker's processes"),
-    Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
-    Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
-    Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
-    Variable("PATH", _USER, "reconciliation searches these folders for `java`"),
-    Variable(
-        "JAVA_TOOL_OPTIONS", _USER, "reconciliation: if the value names a garbage collector, outbox does not choose one"
-    ),
-    Variable(
-        "JDK_JAVA_OPTIONS",
-        _USER,
-        "reconciliation: if the value names a garbage collector, outbox does not choose one",
-    ),
-    Variable(
-        "PYSPARK_PYTHON",
-        _USER,
-        "reconciliation: the Python of Spark's workers; by default the Python that runs the command",
-    ),
-    Variable(
-        "PYSPARK_GATEWAY_PORT",
-        "spark-submit",
-        "reconciliation: if this is set, the Spark session belongs to spark-submit",
-    ),
-    Variable("SPARK_REMOTE", "Spark Connect", "reconciliation: if this is set, the Spark session is remote"),
-)

@@ -1,6 +1,6 @@
 """The classes and functions with which settings are defined, and the function that reads a dictionary of settings.
 
-    drain_seconds: float = setting(20.0, seconds(0), word="drain", meaning="how long processes may take to stop")
+    drain_seconds: float = setting(20.0, seconds(0), meaning="how long processes may take to stop")
 
 A field of a frozen dataclass is one setting. The check of a value, the text of its error, and the tables in the
 documents (`tables.py`) use the definition in this field.
@@ -48,17 +48,15 @@ class Rule(Generic[Value]):
 class Setting:
     """The definition of one setting. `name` is the name that a project writes; `shown` is the documented default.
 
-    `word` is the term from which the name is made (docs/maintainers/names.md). `section` names the table of
-    docs/settings.md that lists the setting. A field without a section is in the section of the field before it. If
-    `bundled_only` is true, engines other than the bundled broker ignore the setting or refuse it. If it is a text, they
-    refuse any other value than the default with this text: the reason, and what to do.
+    `section` names the table of docs/settings.md that lists the setting. A field without a section is in the section of
+    the field before it. If `bundled_only` is true, engines other than the bundled broker ignore the setting or refuse
+    it. If it is a text, they refuse any other value than the default with this text: the reason, and what to do.
     """
 
     name: str
     default: object
     rule: Rule[object]
     meaning: str
-    word: str
     section: str
     shown: str
     bundled_only: bool | str
@@ -69,7 +67,6 @@ def setting(
     rule: Rule[Entry],
     *,
     meaning: str,
-    word: str = "",
     section: str = "",
     shown: str = "",
     bundled_only: bool | str = False,
@@ -79,7 +76,6 @@ def setting(
     definition = {
         "rule": rule,
         "meaning": meaning,
-        "word": word,
         "section": section,
         "shown": shown,
         "bundled_only": bundled_only,

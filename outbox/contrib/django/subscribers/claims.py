@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,22 +32,32 @@ from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
-VENDORS: Final = ("postgresql", "sqlite", "mysql")
-
-# For each vendor: the present time, a time some seconds later, and the seconds until `expires_at`.
-_NOW: Final = {"postgresql": "clock_timestamp()", "sqlite": SQLITE_NOW, "mysql": "UTC_TIMESTAMP(6)"}
-_LATER: Final = {
-    "postgresql": "clock_timestamp() + make_interval(secs => %s)",
-    "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || %s || ' seconds')",
-    "mysql": "UTC_TIMESTAMP(6) + INTERVAL %s SECOND",
+# `now`, `later`, `left`: the present time, a time some seconds later, and the seconds until `expires_at`. `newest`: in
+# MariaDB under REPEATABLE READ, only a read with a lock sees an inbox row that is newer than the snapshot.
+_DIALECTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "postgresql": {
+        "now": "clock_timestamp()",
+        "later": "clock_timestamp() + make_interval(secs => %s)",
+        "left": "extract(epoch FROM expires_at - clock_timestamp())::float8",
+        "for_update": " FOR UPDATE",
+        "skip_locked": " SKIP LOCKED",
+        "newest": "",
+    },
+    "sqlite": {
+        "now": SQLITE_NOW,
+        "later": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || %s || ' seconds')",
+        "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
+        **dict.fromkeys(("for_update", "skip_locked", "newest"), ""),
+    },
+    "mysql": {
+        "now": "UTC_TIMESTAMP(6)",
+        "later": "UTC_TIMESTAMP(6) + INTERVAL %s SECOND",
+        "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1000000",
+        "for_update": " FOR UPDATE",
+        "skip_locked": " SKIP LOCKED",
+        "newest": " LOCK IN SHARE MODE",
+    },
 }
-_LEFT: Final = {
-    "postgresql": "extract(epoch FROM expires_at - clock_timestamp())::float8",
-    "sqlite": "(julianday(expires_at) - julianday('now')) * 86400.0",
-    "mysql": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1000000",
-}
-_FOR_UPDATE: Final = {"postgresql": " FOR UPDATE", "sqlite": "", "mysql": " FOR UPDATE"}
-_SKIP_LOCKED: Final = {"postgresql": " FOR UPDATE SKIP LOCKED", "sqlite": "", "mysql": " FOR UPDATE SKIP LOCKED"}
 
 _KEY: Final = "consumer_group = %s AND generation = %s AND message_id = %s"
 
@@ -60,10 +70,10 @@ ON CONFLICT (consumer_group, generation, message_id) DO UPDATE
 SET token = excluded.token, claimed_by = excluded.claimed_by, claimed_at = excluded.claimed_at,
     expires_at = excluded.expires_at, attempt = excluded.attempt
 WHERE known.expires_at <= {now}
-RETURNING 1
+RETURNING token
 """
 _READ_LEFT: Final = f"SELECT {{left}} FROM outbox_claim WHERE {_KEY}"
-_IS_HANDLED: Final = f"SELECT 1 FROM outbox_inbox WHERE {_KEY}"
+_IS_HANDLED: Final = f"SELECT 1 FROM outbox_inbox WHERE {_KEY}{{newest}}"
 _HELD: Final = f"SELECT 1 FROM outbox_claim WHERE {_KEY} AND token = %s"
 _LOCK: Final = f"{_HELD}{{for_update}}"
 _END: Final = f"DELETE FROM outbox_claim WHERE {_KEY} AND token = %s"
@@ -72,7 +82,8 @@ _RELEASE: Final = f"UPDATE outbox_claim SET expires_at = {{now}} WHERE {_KEY} AN
 # renewal skips this claim, because waiting for the transaction would delay the renewal of all other claims.
 _RENEW: Final = f"""
 UPDATE outbox_claim SET expires_at = {{later}} WHERE (consumer_group, generation, message_id) IN (
-    SELECT consumer_group, generation, message_id FROM outbox_claim WHERE {_KEY} AND token = %s{{skip_locked}})
+    SELECT consumer_group, generation, message_id FROM outbox_claim
+    WHERE {_KEY} AND token = %s{{for_update}}{{skip_locked}})
 """
 
 _STEP: Final = f"SELECT result FROM outbox_step WHERE {_KEY} AND name = %s"
@@ -87,27 +98,29 @@ SET result = excluded.result, ended_at = excluded.ended_at WHERE known.result IS
 RETURNING name
 """
 
-# MariaDB has no condition in ON DUPLICATE KEY UPDATE, so it takes a claim in three statements. The row is added with a
-# term that is over; the second statement locks the row. UTC_TIMESTAMP is the time before a wait, so a claim that ends
-# during the wait counts as not ended yet.
-_ADD_MARIADB: Final = """
-INSERT IGNORE INTO outbox_claim
+# MariaDB has no condition for the whole ON DUPLICATE KEY UPDATE, so each column has one. It sets the columns in this
+# order, and `token` is already the new one below the first. UTC_TIMESTAMP is the time before a wait, so a claim that
+# ends during the wait counts as not ended yet.
+_TAKE_MARIADB: Final = """
+INSERT INTO outbox_claim
     (consumer_group, generation, message_id, token, claimed_by, claimed_at, expires_at, attempt)
-VALUES (%s, %s, %s, 0, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), %s)
+VALUES (%s, %s, %s, %s, %s, {now}, {later}, %s)
+ON DUPLICATE KEY UPDATE
+    token = IF(expires_at <= VALUES(claimed_at), VALUES(token), token),
+    claimed_by = IF(token = VALUES(token), VALUES(claimed_by), claimed_by),
+    claimed_at = IF(token = VALUES(token), VALUES(claimed_at), claimed_at),
+    expires_at = IF(token = VALUES(token), VALUES(expires_at), expires_at),
+    attempt = IF(token = VALUES(token), VALUES(attempt), attempt)
+RETURNING token
 """
-_LOCK_MARIADB: Final = f"SELECT {{left}} FROM outbox_claim WHERE {_KEY} FOR UPDATE"
-_TAKE_MARIADB: Final = f"""
-UPDATE outbox_claim SET token = %s, claimed_by = %s, claimed_at = {{now}}, expires_at = {{later}}, attempt = %s
-WHERE {_KEY}
-"""
-# Under REPEATABLE READ, only a read with a lock sees an inbox row that is newer than the snapshot.
-_IS_HANDLED_MARIADB: Final = f"{_IS_HANDLED} LOCK IN SHARE MODE"
-_ADD_STEP_MARIADB: Final = """
-INSERT IGNORE INTO outbox_step (consumer_group, generation, message_id, name, attempt, begun_at)
-VALUES (%s, %s, %s, %s, %s, UTC_TIMESTAMP(6))
-"""
-_END_STEP_MARIADB: Final = f"""
-UPDATE outbox_step SET result = %s, ended_at = UTC_TIMESTAMP(6) WHERE {_KEY} AND name = %s AND result IS NULL
+_STORE_MARIADB: Final = f"""
+INSERT INTO outbox_step
+    (consumer_group, generation, message_id, name, attempt, begun_at, ended_at, result)
+SELECT consumer_group, generation, message_id, %s, attempt, {{now}}, {{ended}}, %s
+FROM outbox_claim WHERE {_KEY} AND token = %s FOR UPDATE
+ON DUPLICATE KEY UPDATE
+    ended_at = IF(result IS NULL, VALUES(ended_at), ended_at), result = ifnull(result, VALUES(result))
+RETURNING name
 """
 
 
@@ -148,42 +161,20 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
         if connection.vendor == "postgresql" and len(connection.atomic_blocks) == 1:
             # The second statement must see the inbox row of an attempt that finished while the first one waited.
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        key = claim.key(connection)
-        if connection.vendor == "mysql":
-            return _take_mariadb(connection, cursor, claim)
-        token = _new_token()
-        cursor.execute(_text(connection, _TAKE), [*key, token, holder(), claim.term_seconds, claim.attempt])
-        if cursor.fetchone() is not None:
-            cursor.execute(_IS_HANDLED, key)
-            if cursor.fetchone() is None and not _is_handled_later(connection, claim):
+        key, token = claim.key(connection), _new_token()
+        text = _text(connection, _TAKE_MARIADB if connection.vendor == "mysql" else _TAKE)
+        cursor.execute(text, [*key, token, holder(), claim.term_seconds, claim.attempt])
+        if cursor.fetchone() == (token,):
+            cursor.execute(_text(connection, _IS_HANDLED), key)
+            if cursor.fetchone() is None and not handled_later(
+                connection, claim.group, claim.generation, [claim.message_id]
+            ):
                 return token
             transaction.set_rollback(True, using=connection.alias)
             return Disposition.SKIPPED
         cursor.execute(_text(connection, _READ_LEFT), key)
         left = cursor.fetchone()
         return ClaimedElsewhere(max(0.0, float(left[0])) if left else 0.0)
-
-
-def _take_mariadb(connection: BaseDatabaseWrapper, cursor: Any, claim: Claim) -> int | Disposition | ClaimedElsewhere:
-    key = claim.key(connection)
-    cursor.execute(_ADD_MARIADB, [*key, claim.attempt])
-    cursor.execute(_text(connection, _LOCK_MARIADB), key)
-    row = cursor.fetchone()
-    if row is None or row[0] > 0:
-        # Without a row: the other attempt has finished between the two statements.
-        return ClaimedElsewhere(float(row[0]) if row else 0.0)
-    cursor.execute(_IS_HANDLED_MARIADB, key)
-    if cursor.fetchone() is not None or _is_handled_later(connection, claim):
-        transaction.set_rollback(True, using=connection.alias)
-        return Disposition.SKIPPED
-    token = _new_token()
-    cursor.execute(_text(connection, _TAKE_MARIADB), [token, holder(), claim.term_seconds, claim.attempt, *key])
-    return token
-
-
-def _is_handled_later(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
-    """Whether the group has handled the message in a later generation, which a restore of the broker has taken away."""
-    return bool(handled_later(connection, claim.group, claim.generation, [claim.message_id]))
 
 
 def _new_token() -> int:
@@ -268,24 +259,10 @@ def store_step(connection: BaseDatabaseWrapper, claim: Claim, name: str, result:
 
     Return False if another attempt has taken the message over.
     """
-    if connection.vendor == "mysql":
-        return _store_step_mariadb(connection, claim, name, result)
-    text = _STORE.replace("{ended}", "NULL" if result is None else "{now}")
+    text = _STORE_MARIADB if connection.vendor == "mysql" else _STORE
+    text = text.replace("{ended}", "NULL" if result is None else "{now}")
     with transaction.atomic(using=connection.alias):
         return _found(connection, text, [name, result, *claim.key(connection), claim.token])
-
-
-def _store_step_mariadb(connection: BaseDatabaseWrapper, claim: Claim, name: str, result: bytes | None) -> bool:
-    key = claim.key(connection)
-    with transaction.atomic(using=connection.alias):
-        if not lock(connection, claim):
-            return False
-        with connection.cursor() as cursor:
-            cursor.execute(_ADD_STEP_MARIADB, [*key, name, claim.attempt])
-            if result is None:
-                return True
-            cursor.execute(_END_STEP_MARIADB, [result, *key, name])
-            return int(cursor.rowcount) == 1
 
 
 def _found(connection: BaseDatabaseWrapper, text: str, parameters: Sequence[Any]) -> bool:
@@ -295,14 +272,7 @@ def _found(connection: BaseDatabaseWrapper, text: str, parameters: Sequence[Any]
 
 
 def _text(connection: BaseDatabaseWrapper, text: str) -> str:
-    vendor = connection.vendor
-    return text.format(
-        now=_NOW[vendor],
-        later=_LATER[vendor],
-        left=_LEFT[vendor],
-        for_update=_FOR_UPDATE[vendor],
-        skip_locked=_SKIP_LOCKED[vendor],
-    )
+    return text.format(**_DIALECTS[connection.vendor])
 
 
 # -- renewal ---------------------------------------------------------------------------------------

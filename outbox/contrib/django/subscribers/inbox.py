@@ -34,7 +34,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db import InternalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError, OperationalError
+from django.db.utils import OperationalError
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 from psycopg.errors import DivisionByZero, InvalidSqlStatementName
@@ -490,8 +490,9 @@ WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND me
     {**_KEY_TYPES, "count": INTEGER, "message_ids": UUIDS},
 )
 
-_INSERT: Final = "INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
-_INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
+_INSERT_SQLITE: Final = (
+    "INSERT OR IGNORE INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
+)
 # A second delivery waits at the row of the first one for this number of seconds. The rows are sorted, so two batches
 # cannot deadlock. RETURNING has only the rows that are new.
 _ENTER_MARIADB: Final = """
@@ -552,7 +553,7 @@ class InboxEntries:
         elif self._connection.vendor == "mysql":
             new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
         else:
-            new = {value for value in sorted(firsts) if self._enter_one(value)}
+            new = self._enter_on_sqlite(sorted(firsts))
         new -= self._later(new)
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
@@ -566,7 +567,7 @@ class InboxEntries:
         if ShortTransaction.is_possible(connection, watch):
             # The watch of the connection does not see this BEGIN, so report the BEGIN to the watch. Otherwise the watch
             # would assume that the transaction does not belong to the block.
-            watch.note_begun()
+            watch.is_begun = True
             self._short = ShortTransaction(connection)
             self._idle = idle
             return self._short.begin(statement, values, prepare=statement is _ENTER_ONE)
@@ -586,6 +587,15 @@ class InboxEntries:
         with self._connection.cursor() as cursor:
             cursor.execute(_ENTER_MARIADB.format(rows=rows), parameters)
             return {read_uuid(value) for (value,) in cursor.fetchall()}
+
+    def _enter_on_sqlite(self, message_ids: Sequence[UUID]) -> set[UUID]:
+        new = set()
+        with self._connection.cursor() as cursor:
+            for message_id in message_ids:
+                cursor.execute(_INSERT_SQLITE, [*self._key, stored_uuid(self._connection, message_id)])
+                if cursor.rowcount == 1:
+                    new.add(message_id)
+        return new
 
     @property
     def can_share(self) -> bool:
@@ -608,19 +618,6 @@ class InboxEntries:
         """Undo everything that the transaction has done after savepoint `number`."""
         assert self._short is not None
         self._short.roll_back_to(number)
-
-    def _enter_one(self, message_id: UUID) -> bool:
-        parameters = [*self._key, stored_uuid(self._connection, message_id)]
-        with self._connection.cursor() as cursor:
-            if self._connection.vendor == "sqlite":
-                cursor.execute(_INSERT_SQLITE, parameters)
-                return bool(cursor.rowcount == 1)
-            try:
-                with transaction.atomic(using=self._connection.alias):
-                    cursor.execute(_INSERT, parameters)
-            except IntegrityError:
-                return False
-            return True
 
     def remove(self, message_ids: Iterable[UUID]) -> None:
         """Remove the inbox rows of messages whose effects the handler has undone."""
@@ -969,7 +966,7 @@ class _Call:
         if shared is None:
             return results
         shared.run_callbacks()
-        return [*results, *shared.results()]
+        return [*results, *shared.results]
 
     def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
         _end_wrapping(connections.all(initialized_only=True))

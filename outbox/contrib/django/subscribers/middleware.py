@@ -21,7 +21,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import MiddlewareNotUsed
 
 from outbox import hooks
@@ -61,11 +60,7 @@ def with_options(subscription: Subscription, handler: AnyHandler) -> AnyHandler:
 
 
 def _around(handle: Callable[[Any], Any], where: str, path: str) -> Callable[[Any], Any]:
-    """Return the middleware at a dotted path around `handle`. Every middleware is called as a plain function.
-
-    A factory that is marked with Django's `async_only_middleware` gets an awaitable `handle`. The synchronous code
-    under it runs on the handler's thread, and so in the handler's transaction.
-    """
+    """Return the middleware at a dotted path around `handle`, which is a plain function also for an async handler."""
     factory = imported(where, path)
     if not callable(factory):
         raise ConfigurationError(f"{where} = {path!r} must be a function that takes the handler, not {factory!r}.")
@@ -74,9 +69,8 @@ def _around(handle: Callable[[Any], Any], where: str, path: str) -> Callable[[An
             f"{where} = {path!r} must be a plain function that takes one argument, the handler, and returns the "
             "function to call in its place."
         )
-    is_async = not getattr(factory, "sync_capable", True)
     try:
-        made = factory(sync_to_async(handle, thread_sensitive=True) if is_async else handle)
+        made = factory(handle)
     except MiddlewareNotUsed as reason:
         logger.debug("%s = %r is not used: %s", where, path, shown_text(reason))
         return handle
@@ -85,20 +79,14 @@ def _around(handle: Callable[[Any], Any], where: str, path: str) -> Callable[[An
             f"{where} = {path!r} failed before the first message: {error_line(error)}. Correct the "
             "function, or let it raise django.core.exceptions.MiddlewareNotUsed."
         ) from error
-    if not callable(made) or not _takes_one(made) or is_generator(made):
+    if not callable(made) or not _takes_one(made) or is_generator(made) or is_asynchronous(made):
         raise ConfigurationError(
-            f"{where} = {path!r} returned {made!r}, but it must return a function that takes one argument: the "
-            "delivery, or the list of deliveries if batch > 1."
+            f"{where} = {path!r} returned {made!r}, but it must return a plain function that takes one argument: the "
+            "delivery, or the list of deliveries if batch > 1. A plain middleware wraps async handlers, too."
         )
-    if is_asynchronous(made) != is_async:
-        raise ConfigurationError(
-            f"{where} = {path!r} returned {'a plain' if is_async else 'an async'} function: mark the factory of an "
-            "async middleware, and only such a factory, with django.utils.decorators.async_only_middleware."
-        )
-    call = async_to_sync(made) if is_async else made
 
     def middleware(given: Any) -> None:
-        refuse_work_to_come(call(given), path)
+        refuse_work_to_come(made(given), path)
 
     return middleware
 

@@ -378,7 +378,6 @@ class HandlerInvoker(InboxInvoker):
         if claims.runs_here(claim):
             return ClaimedElsewhere(claim.term_seconds / 3)
         try:
-            require_claims(connection)
             point("claim.before_take")
             with one_writer(connection):
                 if self._has_generations:
@@ -441,22 +440,6 @@ class HandlerInvoker(InboxInvoker):
 def claims_seconds(lease_seconds: float) -> float:
     """Return how long (seconds) a process that is told to stop waits for handlers of claimed messages."""
     return min(_CLAIMS_SECONDS, 2 * lease_seconds)
-
-
-def require_claims(connection: BaseDatabaseWrapper) -> None:
-    """Raise ConfigurationError if the database of a handler cannot have claims."""
-    if reason := no_claims(connection):
-        raise ConfigurationError(reason)
-
-
-def no_claims(connection: BaseDatabaseWrapper) -> str:
-    """Return why a handler with effects="outside" cannot use this database; '' if it can."""
-    if connection.vendor in claims.VENDORS:
-        return ""
-    return (
-        f"effects='outside' needs PostgreSQL or SQLite, but {connection.alias!r} is a database of the kind "
-        f"{connection.vendor!r}. Give the subscriber another alias with using=…, or remove effects."
-    )
 
 
 def _waiting(result: ClaimedElsewhere) -> HandlerNotStarted:

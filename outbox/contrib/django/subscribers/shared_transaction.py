@@ -136,7 +136,8 @@ class SharedTransaction:
         self._contexts: list[Context] = []
         # The ids (`id`) of the deliveries that were handled before.
         self._skipped: set[int] = set()
-        self._results: list[Result] = []
+        # For each message that has joined: its result, if the transaction commits.
+        self.results: list[Result] = []
         # The error of the handler that failed last.
         self._error: Exception | None = None
 
@@ -158,8 +159,8 @@ class SharedTransaction:
         self.joined.append(delivery)
         self._contexts.append(copy_context())
         # If `_run` raises an exception, RUN_ALONE stays the result of this message.
-        self._results.append(RunAlone.RUN_ALONE)
-        self._results[-1] = result = self._run(delivery, handle)
+        self.results.append(RunAlone.RUN_ALONE)
+        self.results[-1] = result = self._run(delivery, handle)
         return isinstance(result, Disposition)
 
     def _may_go_on(self) -> bool:
@@ -268,10 +269,6 @@ class SharedTransaction:
                 self._name,
                 exc_info=printable(error),
             )
-
-    def results(self) -> list[Result]:
-        """Return the results of the messages that have joined, after COMMIT."""
-        return self._results
 
     def results_after_failure(
         self, first: Sequence[Delivery], error: BaseException, error_after_commit: Callable[[BaseException], Exception]
