@@ -40,11 +40,11 @@ def place(number: str) -> None:
 def test_a_worker_without_celery_supervises_drains_and_leaves_nothing_behind() -> None:
     with process(["-m", "django", "outbox_worker"]) as worker:
         place("one")
-        eventually(lambda: effects() == ["one", "step-one"], within_seconds=30)
+        eventually(lambda: effects() == ["one", "step-one"], within_seconds=60)
         children = _children(worker.pid)
         assert len(children) == 2
         worker.send_signal(signal.SIGTERM)
-        _, log = worker.communicate(timeout=30)
+        _, log = worker.communicate(timeout=60)
         assert worker.returncode == 0, log
     eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=10)
 
@@ -65,7 +65,7 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
         for number in ["one", "kills-two", "three"]:
             place(number)
         eventually(is_given_up, within_seconds=90)
-        eventually(lambda: effects() == sorted(["one", "step-one", "three", "step-three"]), within_seconds=30)
+        eventually(lambda: effects() == sorted(["one", "step-one", "three", "step-three"]), within_seconds=60)
         assert worker.poll() is None
     assert "kills-two" in {fact["key"] for one in named if one.name == "quarantined" for fact in one.evidence}
     # Once among others and three times alone: a crash loop, for as long as that is recent.
@@ -77,13 +77,13 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
 
 def test_children_of_a_killed_supervisor_end_by_themselves() -> None:
     with process(["-m", "django", "outbox_worker"]) as worker:
-        eventually(lambda: len(_children(worker.pid)) == 2, within_seconds=20)
+        eventually(lambda: len(_children(worker.pid)) == 2, within_seconds=60)
         children = _children(worker.pid)
         place("one")
-        eventually(lambda: effects() == ["one", "step-one"], within_seconds=30)
+        eventually(lambda: effects() == ["one", "step-one"], within_seconds=60)
         worker.kill()
         worker.wait()
-        eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=20)
+        eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=60)
 
 
 def test_check_role_settles_what_a_lost_end_left_open() -> None:
