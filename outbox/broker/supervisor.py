@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
@@ -155,7 +155,7 @@ class Supervisor:
         failures = 0
         while not self._stopping.is_set():
             started = time.monotonic()
-            with _calls_file(spec) as calls:
+            with _calls_file(spec) or contextlib.nullcontext() as calls:
                 code = self._run(spec, calls)
                 if spec.on_death is not None and code is not None:
                     self._tell(spec.name, spec.on_death, code, calls)
@@ -234,26 +234,20 @@ class Supervisor:
                 return
 
 
-@contextlib.contextmanager
-def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
-    """Make the file in which a child notes its running calls.
+def _calls_file(spec: ChildSpec) -> IO[bytes] | None:
+    """Make the file in which a child notes its running calls; None without `on_death`, or if the disk is full.
 
     The file has no name, so the operating system removes it as soon as no process has it open.
     """
-    if spec.on_death is None:
-        yield None
-        return
-    with contextlib.ExitStack() as stack:
-        file: IO[bytes] | None = None
-        try:
-            file = stack.enter_context(tempfile.TemporaryFile())
-        except OSError as error:
-            logger.warning(
-                "the running calls of child %s cannot be recorded, so a message that kills this child is not found: %s",
-                spec.name,
-                error,
-            )
-        yield file
+    try:
+        return tempfile.TemporaryFile() if spec.on_death is not None else None
+    except OSError as error:
+        logger.warning(
+            "the running calls of child %s cannot be recorded, so a message that kills this child is not found: %s",
+            spec.name,
+            error,
+        )
+        return None
 
 
 def _left_behind(name: str, calls: IO[bytes] | None) -> LastCalls | None:

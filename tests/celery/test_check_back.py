@@ -105,7 +105,7 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
     }
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
 def test_beat_alone_drives_check_back(shop: Project) -> None:
     """No worker of this service has `--outbox`, and none has `-Q`."""
@@ -159,31 +159,3 @@ def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
         """.replace("settings.OUTBOX", "from django.conf import settings; settings.OUTBOX")
     )
     assert said.splitlines()[-1].startswith("True {'left_to': 'another process")
-
-
-AN_HOUR_LATER = """
-from outbox.broker.database.executor import Executor
-from outbox.broker.transaction import checks
-from outbox.contrib.django.database.aliases import broker_connection
-from outbox.transaction import CheckSettings
-
-with broker_connection() as (connection, schema):
-    checks.scan(Executor(connection, schema), settings=CheckSettings(immunity_seconds=0))
-    connection.execute("UPDATE outbox.pending_check SET due_at = due_at - interval '1 hour'")
-"""
-
-
-@pytest.mark.slow
-def test_the_status_names_absent_check_back(shop: Project) -> None:
-    look = "python manage.py outbox_status || echo ended with $?"
-    lose_an_end(shop)
-    shop.python(AN_HOUR_LATER)
-    said = shop.shell(look)
-    assert (
-        " unanswered: No process of a producer group answers check-back, so its half messages stay undecided." in said
-    )
-    assert "ended with" in said
-    shop.python("from outbox.contrib.django import run_check_back; run_check_back()")
-    said = shop.shell(look)
-    assert " unanswered: " not in said
-    assert shop.deciders() == {"K": 2}

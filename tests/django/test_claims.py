@@ -14,7 +14,6 @@ from uuid import UUID
 import pytest
 from django.db import connections, transaction
 from django.db.models import QuerySet
-from django.db.models.functions import Now
 
 from outbox import Delivery, Message
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber

@@ -75,17 +75,6 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
     assert letter.key == "kills-two" and letter.error.startswith("KillsItsProcess: ")
 
 
-def test_children_of_a_killed_supervisor_end_by_themselves() -> None:
-    with process(["-m", "django", "outbox_worker"]) as worker:
-        eventually(lambda: len(_children(worker.pid)) == 2, within_seconds=60)
-        children = _children(worker.pid)
-        place("one")
-        eventually(lambda: effects() == ["one", "step-one"], within_seconds=60)
-        worker.kill()
-        worker.wait()
-        eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=60)
-
-
 def test_check_role_settles_what_a_lost_end_left_open() -> None:
     faults.arm("producer.before_end=raise")
     try:

@@ -25,6 +25,7 @@ import yaml
 from celery.bin.celery import celery as celery_command
 
 from outbox.contrib.django.settings.conf import OutboxSettings
+from tests.celery.project import write_page
 from tests.django import configured
 from tests.documents import DOCS, ROOT, Command, blocks
 from tests.runbooks import systemctl
@@ -101,16 +102,17 @@ def test_every_command_line_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [unit.name for unit in UNITS if "/bin/celery " in unit.read_text()])
-def test_celery_accepts_the_command_lines_of_its_units(name: str) -> None:
-    # Whose worker has the options of outbox.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OUTBOX_BROKER_URL": "postgresql://shop@/shop?host=/run"}
+def test_celery_accepts_the_command_lines_of_its_units(name: str, tmp_path: Path) -> None:
+    # A project whose worker has the options of outbox.
+    write_page(tmp_path)
+    url = "postgresql://shop@/shop?host=/run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DATABASE_URL": url, "OUTBOX_DATABASE_URL": url}
 
     def code(words: list[str]) -> int:
         command = [sys.executable, "-m", "celery", *words, "--help"]
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False).returncode
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False).returncode
 
     [[_, *words]] = command_lines()[name]
-    words[words.index("shop")] = "tests.celery.app"
     assert code(words) == 0
     assert code([*words, "--outbux"]) == 2
 

@@ -80,29 +80,6 @@ LEAVE_SECONDS: Final = 1.0
 class HandlerCall:
     """One call of a handler: its items and, after the call, a result for each item."""
 
-    __slots__ = (
-        "abandoned",
-        "admission_epoch",
-        "alone",
-        "claimed_at",
-        "commits",
-        "expired",
-        "given_back",
-        "has_left",
-        "items",
-        "lane",
-        "may_share",
-        "note",
-        "redelivery",
-        "renew_at",
-        "results",
-        "returned_at",
-        "shares",
-        "started_at",
-        "subscribed",
-        "term_seconds",
-    )
-
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
         self.subscribed = subscribed
         self.lane = lane
@@ -285,21 +262,15 @@ class Sharing:
 class SharedCalls:
     """The calls that share the transaction of their first call. This class implements `ports.MoreCalls`.
 
-    `take` returns the next waiting call that may join, or None. `deliver` returns the delivery of a call; if the
-    handler cannot be called, `deliver` stores the result and returns None. `running` is a context
-    manager around the handler call (parameters: the previous call, the call, the delivery). `finished` gets a call that
-    has ended. Only the thread of the first call uses this object.
+    `take` returns the next waiting call that may join, or None. Only the thread of the first call uses this object.
     """
 
     def __init__(
         self,
         first: HandlerCall,
         sharing: Sharing,
-        *,
         take: Callable[[], HandlerCall | None],
-        deliver: Callable[[HandlerCall], Delivery | None],
-        running: Callable[[HandlerCall, HandlerCall, Delivery], AbstractContextManager[object]],
-        finished: Callable[[HandlerCall], None],
+        caller: Caller,
     ) -> None:
         self.calls = [first]
         # The inbox generation of all messages of the transaction.
@@ -309,9 +280,7 @@ class SharedCalls:
         self._ran_last = first
         self._sharing = sharing
         self._take = take
-        self._deliver = deliver
-        self._running = running
-        self._finished = finished
+        self._caller = caller
         self._closes_at = time.monotonic() + _OPEN_SECONDS
         # Whether another thread has replaced the one of these calls, because a handler hangs. The dispatching thread
         # sets it.
@@ -324,14 +293,14 @@ class SharedCalls:
             # An operator may have raised the generation since the transaction began. The inbox must not skip this
             # message because of a row of the earlier generation.
             is_of_same = work.subscribed.group.generation == self.generation
-            delivery = self._deliver(work) if is_of_same else None
+            delivery = self._caller.deliver_joined(work) if is_of_same else None
             if delivery is not None:
                 work.shares = self
                 self.calls.append(work)
                 return delivery
             if not is_of_same:
                 work.results = [NOT_STARTED]
-            self._finished(work)
+            self._caller.finished(work)
         return None
 
     def _is_open(self) -> bool:
@@ -351,7 +320,7 @@ class SharedCalls:
         previous.started_at = None
         previous.returned_at = time.time()
         work.started_at = time.monotonic()
-        return self._running(previous, work, delivery)
+        return self._caller.joined(previous, work, delivery)
 
     def finishing(self, number: int) -> None:
         """From now on, the time limit of the call with this number (0: the first) applies, and no other limit.
@@ -420,7 +389,7 @@ class Caller:
         self._claim = claim
         self._wake = wake
         self._codecs = codecs
-        self._finished = finished
+        self.finished: Final = finished
         self._running = running
         # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
         # time. If several threads decoded, the dispatching thread would wait one switch interval for each of these
@@ -438,18 +407,10 @@ class Caller:
         whether the calls of the subscription may ever share a transaction.
         """
         if take is not None and sharing is not None:
-            shared = SharedCalls(
-                work,
-                sharing,
-                take=take,
-                deliver=self._deliver_joined,
-                running=self._joined,
-                finished=self._finished,
-            )
-            self._run_shared(shared, sharing)
+            self._run_shared(SharedCalls(work, sharing, take, self), sharing)
             return
         self._run_alone(work, sharing)
-        self._finished(work)
+        self.finished(work)
 
     def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
         try:
@@ -492,7 +453,7 @@ class Caller:
                 work.results = [NOT_STARTED]
             else:
                 self._run_alone(work, sharing)
-            self._finished(work)
+            self.finished(work)
 
     def _call(self, work: HandlerCall, sharing: Sharing | None, shared: SharedCalls | None = None) -> list[Any]:
         """Return the results of the call, followed by the results of the calls that have joined its transaction.
@@ -562,7 +523,8 @@ class Caller:
         generation = subscribed.group.generation
         return [claim(subscribed.subscription, handler, delivery, claimed, generation=generation)]
 
-    def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
+    def deliver_joined(self, work: HandlerCall) -> Delivery | None:
+        """Return the delivery of a call that joins a transaction. If its handler cannot be called, store the result."""
         results: list[Result] = [NOT_STARTED]
         try:
             deliveries, _ = self._deliveries_in_turn(work, results)
@@ -576,7 +538,7 @@ class Caller:
         work.results = _contained(work, results)
         return None
 
-    def _joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> AbstractContextManager[object]:
+    def joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> AbstractContextManager[object]:
         """The context in which the handler runs for `work`, a call that has joined the transaction of `previous`."""
         if self._running is not None:
             _forget(previous, self._running)

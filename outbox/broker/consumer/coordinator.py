@@ -23,16 +23,11 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer.owned_queue import (
+    Change,
     ConsumingGroup,
-    GroupChanged,
-    LifeChanged,
     OwnedQueue,
     Ownership,
-    QueueAcquired,
-    QueueHandOver,
-    QueueLost,
-    QueueStopped,
-    Subscribed,
+    Phase,
 )
 from outbox.broker.database import arrays, timeouts
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
@@ -79,28 +74,24 @@ class BroadcastQueues:
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
         self._owned: dict[tuple[int, int], OwnedQueue] = {}
-        # `_started` has the start offsets by group and topic. `_interrupted` has, by group and queue, the offset at
-        # which a given-back queue continues when it is gained again.
-        self._started: dict[tuple[int, int], dict[int, int]] = {}
-        self._interrupted: dict[QueueKey, int] = {}
+        # The groups and topics whose queues have begun, and by group and queue the offset at which a queue begins, or
+        # at which a given-back queue continues when it is gained again.
+        self._begun: set[tuple[int, int]] = set()
+        self._starts: dict[QueueKey, int] = {}
 
-    def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
-        """Return the leases of all queues. This process gives the queues up, because the server has begun new lives.
+    def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[OwnedQueue]:
+        """Return all queues. This process gives the queues up, because the server has begun new lives.
 
         `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, the
         offsets at or above the head of a queue belong to other messages than before. When `gained` returns a queue
         again, this process continues at its former offset, or at the queue's smallest head in `lives` if this head is
         lower.
         """
-        lost = [queue.lease for queue in self._owned.values()]
-        for lease in lost:
-            self.returned(lease)
-        for positions in self._started.values():
-            for queue_id in positions:
-                positions[queue_id] = _before(positions[queue_id], queue_id, lives)
-        for group_id, queue_id in self._interrupted:
-            at = self._interrupted[group_id, queue_id]
-            self._interrupted[group_id, queue_id] = _before(at, queue_id, lives)
+        lost = list(self._owned.values())
+        for queue in lost:
+            self.returned(queue.lease)
+        for key, at in self._starts.items():
+            self._starts[key] = min([at, *(heads.get(key[1], 0) for heads in lives)])
         return lost
 
     def returned(self, lease: Lease) -> None:
@@ -111,12 +102,12 @@ class BroadcastQueues:
         queue = self._owned.get(lease.key)
         if queue is not None and queue.lease is lease:
             del self._owned[lease.key]
-            self._interrupted[lease.key] = queue.next_offset
+            self._starts[lease.key] = queue.window.base
 
-    def gained(self, run: Executor, life: UUID, is_blocked: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
+    def gained(self, run: Executor, life: UUID, blocked: Collection[QueueKey]) -> list[OwnedQueue]:
         """Return the new queues to consume.
 
-        A queue is left out while handlers of an earlier lease of the queue still run.
+        A queue in `blocked` is left out: handlers of an earlier lease of it still run.
         """
         topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
@@ -126,10 +117,12 @@ class BroadcastQueues:
         for group in self._groups:
             for topic_id, subscribed in group.subscribed.items():
                 place = (group.group_id, topic_id)
-                if place not in self._started:
-                    self._started[place] = starting_offsets(run, topic_id, subscribed.subscription.start)
+                if place not in self._begun:
+                    starts = starting_offsets(run, topic_id, subscribed.subscription.start)
+                    self._starts |= {(group.group_id, queue_id): at for queue_id, at in starts.items()}
+                    self._begun.add(place)
                 of_topic = [row[1:] for row in rows if row[0] == topic_id]
-                found += self._next_layout(group, topic_id, of_topic, life, is_blocked)
+                found += self._next_layout(group, topic_id, of_topic, life, blocked)
         return found
 
     def _next_layout(
@@ -138,31 +131,26 @@ class BroadcastQueues:
         topic_id: int,
         rows: Sequence[tuple[int, int, int, int | None]],
         life: UUID,
-        is_blocked: Callable[[QueueKey], bool],
+        blocked: Collection[QueueKey],
     ) -> list[OwnedQueue]:
         subscribed = group.subscribed[topic_id]
-        starts = self._started[group.group_id, topic_id]
         found: list[OwnedQueue] = []
         turn: int | None = None
         for queue_id, number, layout, closed_at in rows:
             key = (group.group_id, queue_id)
             owned = self._owned.get(key)
-            start = self._interrupted.get(key, starts.get(queue_id, 0))
-            at = owned.next_offset if owned is not None else start
+            start = self._starts.get(key, 0)
+            at = owned.window.base if owned is not None else start
             if closed_at is not None and at >= closed_at:
                 continue
             turn = layout if turn is None else turn
-            if owned is None and layout == turn and not is_blocked(key):
+            if owned is None and layout == turn and key not in blocked:
                 lease = Lease(key, 0, math.inf, life)
                 name = f"{subscribed.subscription.topic}/{number}"
                 queue = OwnedQueue(lease, group, subscribed, name, Position(start, start))
                 self._owned[queue.key] = queue
                 found.append(queue)
         return found
-
-
-def _before(offset: int, queue_id: int, lives: Sequence[Mapping[int, int]]) -> int:
-    return min([offset, *(heads.get(queue_id, 0) for heads in lives)])
 
 
 # -- the coordinator -------------------------------------------------------------------------------
@@ -197,10 +185,9 @@ class Coordinator:
         self._ownership = ownership
         self._term = lease_seconds
         self._note = FailureNote(database, ProcessPart.LEASES, of=", ".join(sorted(group.name for group in groups)))
-        self._leases: dict[QueueKey, Lease] = {}
-        self._leaving: set[QueueKey] = set()
-        self._switches: dict[int, GroupChanged] = {}
+        # The queues whose leases this process holds, and those of them that it hands over.
         self._queues: dict[QueueKey, OwnedQueue] = {}
+        self._leaving: set[QueueKey] = set()
         self._renew_at = 0.0
         self._heard_at = lease_clock()
         self._broadcast = BroadcastQueues([group for group in groups if group.broadcast])
@@ -285,7 +272,7 @@ class Coordinator:
         self._drop_untrusted()
         # Make the set of stopped queues before `members.look` reads the database. Each queue of this set is then also
         # stopped in the rows that `members.look` returns.
-        stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
+        stopped = {key for key, queue in self._queues.items() if queue.phase is Phase.STOPPED}
         look = members.look(run, list(self._groups))
         if look.life != life:
             # The database was restored while this connection stayed open. The next round reads the new life first.
@@ -294,8 +281,8 @@ class Coordinator:
             return
         self._follow(run, look.groups)
         self._rebalance(run, life, look, stopped)
-        for queue in self._broadcast.gained(run, life, self._ownership.is_blocked):
-            self._ownership.emit(QueueAcquired(queue))
+        for queue in self._broadcast.gained(run, life, self._ownership.blocked):
+            self._ownership.emit(Change.ACQUIRED, queue)
 
     def _current_life(self, run: Executor) -> UUID:
         """Return the present life.
@@ -314,12 +301,12 @@ class Coordinator:
             self._check_names(run)
             # After a restore, the rows of members and leases come from the backup. So renew memberships and leases now.
             self._renew_at = 0.0
-            for lease in list(self._leases.values()):
-                self._awaited[lease.key] = lease
-                self._lose(lease)
-            for lease in self._broadcast.rewind(lives.heads_since(run, self._life)):
-                self._ownership.emit(QueueLost(lease))
-            self._ownership.emit(LifeChanged())
+            for queue in list(self._queues.values()):
+                self._awaited[queue.key] = queue.lease
+                self._lose(queue)
+            for queue in self._broadcast.rewind(lives.heads_since(run, self._life)):
+                self._ownership.emit(Change.LOST, queue)
+            self._ownership.emit(Change.NEW_LIFE, None)
         self._life = life
         return life
 
@@ -368,11 +355,12 @@ class Coordinator:
                 report=self._report(),
                 draining=self._ownership.is_draining,
             )
-        if self._leases:
+        if self._queues:
+            held = [queue.lease for queue in self._queues.values()]
             with self._without_timeouts(run):
-                kept = leases.renew(run, self._instance, list(self._leases.values()), term_seconds=self._term)
-            for lease in [lease for key, lease in self._leases.items() if key not in kept]:
-                self._lose(lease)
+                kept = leases.renew(run, self._instance, held, term_seconds=self._term)
+            for queue in [queue for key, queue in self._queues.items() if key not in kept]:
+                self._lose(queue)
         if started - self._heard_at > self._term:
             quarantine.withdraw_vanished(run, self._instance)
         self._heard_at = started
@@ -390,7 +378,7 @@ class Coordinator:
         return contextlib.nullcontext() if self._is_lifted else timeouts.lifted(run.connection)
 
     def _give_back(self, run: Executor) -> None:
-        returned = self._ownership.handed_back()
+        returned = list(self._ownership.handed_back)
         if not returned:
             return
         with self._without_timeouts(run):
@@ -398,8 +386,8 @@ class Coordinator:
         # Remove the leases from the list only after the release. If the release fails, the next round of the
         # coordinator repeats the release. Without a release, no process could acquire these queues until the term of
         # their leases ends.
-        self._ownership.released(len(returned))
         for lease in returned:
+            self._ownership.handed_back.popleft()
             self._forget(lease)
             self._broadcast.returned(lease)
             if self._awaited.get(lease.key) is lease:
@@ -407,27 +395,28 @@ class Coordinator:
         notify(run, Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
-        for lease in [lease for lease in self._leases.values() if not lease.trusted()]:
-            self._lose(lease)
+        for queue in [queue for queue in self._queues.values() if not queue.trusted()]:
+            self._lose(queue)
 
-    def _lose(self, lease: Lease) -> None:
-        self._forget(lease)
-        self._ownership.emit(QueueLost(lease))
+    def _lose(self, queue: OwnedQueue) -> None:
+        self._forget(queue.lease)
+        self._ownership.emit(Change.LOST, queue)
 
     def _forget(self, lease: Lease) -> None:
-        if self._leases.get(lease.key) is lease:
-            del self._leases[lease.key]
+        queue = self._queues.get(lease.key)
+        if queue is not None and queue.lease is lease:
+            del self._queues[lease.key]
             self._leaving.discard(lease.key)
-            self._queues.pop(lease.key, None)
 
     def _follow(self, run: Executor, states: Mapping[int, GroupState]) -> None:
         affected = [group_id for group_id, state in states.items() if state.has_quarantined]
         quarantined = quarantine.of_groups(run, affected)
         for group_id, state in states.items():
-            switched = GroupChanged(group_id, state.paused, state.generation, quarantined.get(group_id, {}))
-            if self._switches.get(group_id) != switched:
-                self._switches[group_id] = switched
-                self._ownership.emit(switched)
+            group = self._groups[group_id]
+            found = (state.paused, state.generation, quarantined.get(group_id, {}))
+            if found != (group.paused, group.generation, group.quarantined):
+                group.paused, group.generation, group.quarantined = found
+                self._ownership.wake_dispatcher()
 
     def _rebalance(self, run: Executor, life: UUID, look: GroupSnapshot, stopped: Collection[QueueKey]) -> None:
         if not self._shared_groups or self._ownership.is_draining:
@@ -436,15 +425,15 @@ class Coordinator:
         for group_id in self._shared_groups:
             of_group = [queue for queue in look.queues if queue.key[0] == group_id]
             mine = rebalance.share(self._instance, look.members[group_id], of_group)
-            for key in [key for key in self._leases if key[0] == group_id and key not in mine]:
+            for key in [key for key in self._queues if key[0] == group_id and key not in mine]:
                 self._let_go(key)
             free = [
                 queue
                 for queue in of_group
                 if queue.key in mine
-                and queue.key not in self._leases
+                and queue.key not in self._queues
                 and queue.key not in self._awaited
-                and not self._ownership.is_blocked(queue.key)
+                and queue.key not in self._ownership.blocked
                 # If the row of a queue names this instance as owner but this process has no lease, the row is from
                 # another life of the server.
                 and (queue.owner in (None, self._instance) or queue.expired)
@@ -455,18 +444,19 @@ class Coordinator:
     def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
         """Detect leases that an offset reset has fenced, and queues that were stopped or resumed in the database."""
         for queue in queues:
-            lease = self._leases.get(queue.key)
-            if lease is None:
+            owned = self._queues.get(queue.key)
+            if owned is None:
                 continue
-            if queue.epoch != lease.epoch or queue.owner != self._instance:
-                self._lose(lease)
-            elif (queue.stopped is not None) != (queue.key in stopped):
-                self._ownership.emit(QueueStopped(queue.key, queue.stopped is not None))
+            is_stopped = queue.stopped is not None
+            if queue.epoch != owned.lease.epoch or queue.owner != self._instance:
+                self._lose(owned)
+            elif is_stopped != (queue.key in stopped):
+                self._ownership.emit(Change.STOPPED if is_stopped else Change.RESUMED, owned)
 
     def _let_go(self, key: QueueKey) -> None:
         if key not in self._leaving:
             self._leaving.add(key)
-            self._ownership.emit(QueueHandOver(self._leases[key]))
+            self._ownership.emit(Change.HAND_OVER, self._queues[key])
 
     def _acquire(self, run: Executor, group: ConsumingGroup, free: Sequence[QueueState], life: UUID) -> None:
         queue_ids = sorted(queue.key[1] for queue in free)
@@ -479,7 +469,7 @@ class Coordinator:
             # This process does not use the leases that it has just stored in the database, so it releases these leases
             # now. If the leases stayed in the database, no process could consume their queues until the term of the
             # leases ends.
-            self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
+            self._ownership.handed_back.extend(lease for lease in obtained if lease.key not in self._queues)
             raise
 
     def _take_up(
@@ -496,40 +486,31 @@ class Coordinator:
         positions = offsets.load(run, group.group_id, queue_ids)
         lowest = floors(run, queue_ids)
         sent_away = send_back.sent_away(run, group.group_id, queue_ids)
+        by_topic = {subscribed.subscription.topic: subscribed for subscribed in group.subscribed.values()}
         for lease in obtained:
             state = states[lease.key]
-            subscribed = subscribed_of(group, state)
-            queue = OwnedQueue(lease, group, subscribed, queue_name(group, state), positions[lease.key[1]])
+            if state.topic is None:
+                subscribed, name = None, f"%RETRY%{group.name}"
+            else:
+                subscribed, name = by_topic[state.topic], f"{state.topic}/{state.number}"
+            queue = OwnedQueue(lease, group, subscribed, name, positions[lease.key[1]])
             queue.skip_to(lowest[lease.key[1]])
             queue.sent_away_before(sent_away[lease.key[1]])
             if state.stopped is not None:
                 queue.stop()
-            self._leases[lease.key] = lease
             self._queues[lease.key] = queue
-            self._ownership.emit(QueueAcquired(queue))
+            self._ownership.emit(Change.ACQUIRED, queue)
 
     def _leave(self, lent: BrokerConnection | None) -> None:
         """Release all leases and leave the groups. Each queue of this process is already drained or lost."""
-        for lease in self._ownership.handed_back():
-            self._leases.setdefault(lease.key, lease)
+        held = {lease.key: lease for lease in self._ownership.handed_back}
+        held |= {key: queue.lease for key, queue in self._queues.items()}
         if lent is None or lent.closed or self._connection is not None:
             lent = self._connected()
         with lent.within(time.monotonic() + self._term) as connection:
             run = Executor(connection, self._database.schema)
-            if self._leases:
-                leases.release(run, self._instance, list(self._leases.values()))
-                self._leases.clear()
+            if held:
+                leases.release(run, self._instance, list(held.values()))
             quarantine.end_attempts(run, self._instance)
             members.leave_groups(run, self._instance)
             notify(run, Channel.SHARED)
-
-
-def subscribed_of(group: ConsumingGroup, state: QueueState) -> Subscribed | None:
-    """Return the subscription of a group to the topic of a queue; None for a retry queue."""
-    by_topic = {subscribed.subscription.topic: subscribed for subscribed in group.subscribed.values()}
-    return by_topic[state.topic] if state.topic is not None else None
-
-
-def queue_name(group: ConsumingGroup, state: QueueState) -> str:
-    """Return the name of the queue as handlers see it in a delivery."""
-    return f"%RETRY%{group.name}" if state.topic is None else f"{state.topic}/{state.number}"

@@ -30,18 +30,12 @@ from outbox.broker.consumer.fetch import (
 )
 from outbox.broker.consumer.lanes import FetchedEntry, Lane, note_time_limits
 from outbox.broker.consumer.owned_queue import (
+    Change,
     ConsumingGroup,
     EntryOutcome,
-    Event,
-    GroupChanged,
-    LifeChanged,
     OwnedQueue,
     Ownership,
     Phase,
-    QueueAcquired,
-    QueueHandOver,
-    QueueLost,
-    QueueStopped,
 )
 from outbox.broker.consumer.quarantine_runner import QuarantineRunner
 from outbox.broker.consumer.results import (
@@ -58,8 +52,7 @@ from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionRunne
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.sender import RoundTrip
 from outbox.broker.groups import lives, offsets
-from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
-from outbox.broker.groups.members import CallsReport
+from outbox.broker.groups.leases import QueueKey, lease_clock
 from outbox.broker.log.consume_queue import heads
 from outbox.errors import BrokerError
 from outbox.ports import Disposition
@@ -145,10 +138,6 @@ class FetchAhead:
         """Keep the rows until `take`."""
         self.rows = rows
 
-    def forget(self) -> None:
-        """Drop the rows. The entries stay in the queues, and a later fetch reads them again."""
-        self.rows = []
-
     def take(self) -> list[tuple[OwnedQueue, int, Sequence[Row]]]:
         """Return the rows of each queue like `_by_queue`, without the rows that this process may not use any more.
 
@@ -171,13 +160,11 @@ class Prefetcher:
 
     def __init__(
         self,
-        instance: UUID,
         runners: Mapping[tuple[int, int], SubscriptionRunner],
         owned: Mapping[QueueKey, OwnedQueue],
         dirty: set[OwnedQueue],
         counts: Counter[str],
     ) -> None:
-        self._instance = instance
         self._runners = runners
         self._group_ids = {group_id for group_id, _ in runners}
         self._owned = owned
@@ -186,7 +173,7 @@ class Prefetcher:
         self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
         self.ahead: Final = FetchAhead(self._fetcher, owned)
         # The queues that may have more messages to fetch, in the order of the notifications about them.
-        self._to_fetch: dict[OwnedQueue, None] = {}
+        self.to_fetch: Final[dict[OwnedQueue, None]] = {}
         # Whether there may be more messages for which there is room. The dispatching thread then does not wait: nothing
         # else would wake it if all messages of the last fetch were filtered out or dropped from memory.
         self.is_behind = False
@@ -204,8 +191,7 @@ class Prefetcher:
 
     def look_at(self, queue: OwnedQueue) -> None:
         """Note that a queue may have more messages to fetch."""
-        queue.may_have_more = True
-        self._to_fetch[queue] = None
+        self.to_fetch[queue] = None
 
     def fetch(self, run: Executor) -> None:
         """Fetch messages in one statement, for all queues that may have more messages and whose buffer has room.
@@ -215,25 +201,25 @@ class Prefetcher:
         self.is_behind = False
         if self.ahead.rows:
             for queue, room, rows in self.ahead.take():
-                self._ingest(queue, rows, more=len(rows) == room)
-        if not self._to_fetch:
+                self._ingest(queue, room, rows)
+        if not self.to_fetch:
             return
         wanted: list[tuple[OwnedQueue, int]] = []
-        for queue in tuple(self._to_fetch):
-            if not queue.may_have_more or queue.phase is not Phase.ACTIVE:
-                del self._to_fetch[queue]
+        for queue in tuple(self.to_fetch):
+            if queue.phase is not Phase.ACTIVE:
+                del self.to_fetch[queue]
             elif (room := room_of(queue)) > 0:
                 wanted.append((queue, room))
         if wanted:
             for queue, room, rows in _by_queue(wanted, self._fetcher.fetch(run, wanted)):
                 if rows:
-                    self._ingest(queue, rows, more=len(rows) == room)
-                    self.is_behind = self.is_behind or (queue.may_have_more and room_of(queue) > 0)
+                    self._ingest(queue, room, rows)
+                    self.is_behind = self.is_behind or (queue in self.to_fetch and room_of(queue) > 0)
                 else:
-                    queue.may_have_more = False
+                    del self.to_fetch[queue]
 
-    def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
-        """Put the next entries of a queue into its window and its lanes."""
+    def _ingest(self, queue: OwnedQueue, room: int, rows: Sequence[Row]) -> None:
+        """Put the next entries of a queue into its window and its lanes. `room`: how many were wanted."""
         window = queue.window
         if list(map(_OFFSET, rows)) != list(range(queue.fetch_from, queue.fetch_from + len(rows))):
             expected = queue.fetch_from
@@ -257,8 +243,11 @@ class Prefetcher:
             # Do not handle a fetched entry again if this process finished it before the queue was stopped, or if a
             # former owner finished it.
             items = [item for item in items if not window.is_finished(item.offset)]
-        if rows:
-            queue.fetched(rows[-1][OFFSET] + 1, more=more)
+        queue.fetch_from = rows[-1][OFFSET] + 1
+        if len(rows) == room:
+            self.to_fetch[queue] = None
+        else:
+            self.to_fetch.pop(queue, None)
         queue.buffered += len(items)
         if queue.subscribed is not None:
             self._runners[queue.subscribed.key].lane.offer(items)
@@ -348,20 +337,17 @@ class Dispatcher:
     ) -> None:
         self._instance = instance
         self._lease_seconds = lease_seconds
-        self._groups = {group.group_id: group for group in groups}
+        self._groups = groups
         subscribed = [one for group in groups for one in group.subscribed.values()]
-        self._scheduler = Scheduler([one.subscription for one in subscribed], run, threads)
+        self.scheduler: Final = Scheduler([one.subscription for one in subscribed], run, threads)
         self._runners = {
-            one.key: SubscriptionRunner(one, self._scheduler, sharing_calls=sharing_calls) for one in subscribed
+            one.key: SubscriptionRunner(one, self.scheduler, sharing_calls=sharing_calls) for one in subscribed
         }
         self._ownership = ownership
         self._life: UUID | None = None
         self._owned: dict[QueueKey, OwnedQueue] = {}
-        self._stale: list[OwnedQueue] = []
-        self._calls = Calls(self._runners, self._scheduler)
-        self._quarantine = QuarantineRunner(instance, self._calls)
-        # The handler threads call `finished`, which returns whether to wake the dispatching thread.
-        self.finished: Final = self._calls.finished
+        self.calls: Final = Calls(self._runners, self.scheduler)
+        self._quarantine = QuarantineRunner(instance, self.calls)
         self._dirty: set[OwnedQueue] = set()
         # The runners of subscriptions that may have something new for operators.
         self._to_report: set[SubscriptionRunner] = set()
@@ -377,7 +363,7 @@ class Dispatcher:
         # While this process drains: the time (time.monotonic) at which it gives up the calls with claimed messages.
         self._claims_until = float("inf")
         self.counts: Counter[str] = Counter()
-        self._prefetcher = Prefetcher(instance, self._runners, self._owned, self._dirty, self.counts)
+        self._prefetcher = Prefetcher(self._runners, self._owned, self._dirty, self.counts)
         # The fetch for a tick of this process. The rows are used in the next `step`.
         self.fetch_ahead: Final = self._prefetcher.ahead
 
@@ -389,7 +375,7 @@ class Dispatcher:
             self._prefetcher.mark_grown(grown)
         self._adopt(run)
         self._collect(run)
-        if self._calls.has_claims:
+        if self.calls.has_claims:
             self._keep_claims(run)
         if self._quarantine.verdicts:
             self._quarantine.store_verdicts(run)
@@ -408,16 +394,16 @@ class Dispatcher:
         Call this right before the wait.
         """
         if self._prefetcher.is_behind:
-            return self._calls.sleep(0.0)
+            return self.calls.sleep(0.0)
         now = time.monotonic()
-        due = [now + longest, *self._calls.deadlines()]
+        due = [now + longest, *self.calls.deadlines()]
         for runner in self._runners.values():
             is_silent = self._quarantine.silent or runner.subscribed.group.paused
             if not is_silent and (at := runner.next_at(now)) is not None:
                 due.append(at)
             if runner.admission is not None and (at := runner.admission.next_at(now)) is not None:
                 due.append(at)
-            if runner.calls.waiting and (at := self._scheduler.spread_at(runner.calls)) is not None:
+            if runner.calls.waiting and (at := self.scheduler.spread_at(runner.calls)) is not None:
                 due.append(at)
         if now < self._claims_until:
             due.append(self._claims_until)
@@ -426,7 +412,7 @@ class Dispatcher:
         for queue in self._owned.values():
             if queue.start_until > now:
                 due.append(queue.start_until)
-        return self._calls.sleep(max(0.0, min(due) - now))
+        return self.calls.sleep(max(0.0, min(due) - now))
 
     @property
     def is_idle(self) -> bool:
@@ -434,41 +420,32 @@ class Dispatcher:
 
         Blocked messages may still wait.
         """
-        fetchable = any(queue.may_have_more and room_of(queue) > 0 for queue in self._owned.values())
-        return not self._calls.any_counting and not fetchable and not self._dirty and not self._left
+        fetchable = any(room_of(queue) > 0 for queue in self._prefetcher.to_fetch)
+        return not self.calls.any_counting and not fetchable and not self._dirty and not self._left
 
     @property
     def is_drained(self) -> bool:
         """Whether all queues are handed over and no handler call is running, apart from abandoned calls."""
-        return not self._owned and not self._calls.any_counting and not self._left
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a handler call is running that is not abandoned."""
-        return self._calls.any_running
-
-    def report(self) -> CallsReport:
-        """Return the running handler calls. Any thread may call this method."""
-        return self._calls.report()
+        return not self._owned and not self.calls.any_counting and not self._left
 
     @property
     def hung(self) -> str:
         """The reason why this process must end, so that other processes handle its messages; '' if it need not end."""
-        return self._calls.hung() if self._calls.abandoned else ""
+        return self.calls.hung() if self.calls.abandoned else ""
 
     def enter_life(self, life: UUID) -> None:
         """From now on, accept only queues acquired in `life` (groups.lives), and give up the queues of other lives."""
         is_new = life != self._life
         self._life = life
-        self.fetch_ahead.forget()
+        self.fetch_ahead.rows = []
         for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
             self._lose(queue)
         if not is_new:
             return
         # A restore may have removed a retry queue, and another queue may have its id now.
-        for group in self._groups.values():
+        for group in self._groups:
             group.retry_queues.clear()
-        self._calls.forget_redeliveries()
+        self.calls.forget_redeliveries()
         for work, _ in self._left:
             work.redelivery = None
         for runner in self._runners.values():
@@ -494,71 +471,55 @@ class Dispatcher:
         self._draining = True
         self._claims_until = time.monotonic() + claims_seconds
         self._quarantine.drain()
-        self._ownership.drain()
+        self._ownership.is_draining = True
         for queue in list(self._owned.values()):
             self._begin_hand_over(queue)
-
-    def stop_threads(self, *, within_seconds: float) -> None:
-        """End the threads that call the handlers."""
-        self._scheduler.stop(within_seconds=within_seconds)
 
     # -- events ---------------------------------------------------------------------------------
 
     def _adopt(self, run: Executor) -> None:
         while self._ownership.changes:
-            event = self._ownership.changes.popleft()
-            if isinstance(event, LifeChanged):
+            change, queue = self._ownership.changes.popleft()
+            if queue is None:
                 self.enter_life(lives.current(run))
+            elif change is Change.ACQUIRED:
+                self._begin(queue)
+            elif self._owned.get(queue.key) is not queue:
+                # This process has given the queue up meanwhile.
+                pass
+            elif change is Change.HAND_OVER:
+                self._begin_hand_over(queue)
+            elif change is Change.LOST:
+                self._lose(queue)
             else:
-                self._apply(event)
+                self._stop_or_resume(queue, change is Change.STOPPED)
         now = lease_clock()
         for queue in tuple(self._owned.values()):
             if now >= queue.lease.trusted_until:
                 self._lose(queue)
-        if self._stale:
-            for queue in self._stale:
+        if self._ownership.blocked:
+            for queue in tuple(self._ownership.blocked.values()):
                 if queue.running == 0:
-                    self._ownership.unblock(queue.key)
-            self._stale = [queue for queue in self._stale if queue.running > 0]
+                    del self._ownership.blocked[queue.key]
 
-    def _apply(self, event: Event) -> None:
-        match event:
-            case QueueAcquired(queue) if queue.lease.life != self._life:
-                # The positions of this queue belong to another life of the server. The coordinator or this thread has
-                # not seen the new life yet.
-                self._ownership.hand_back(queue.lease)
-            case QueueAcquired(queue) if self._ownership.is_blocked(queue.key):
-                # The queue was lost and acquired again while its handlers were still running. If this process kept the
-                # queue, two calls could handle the same message at the same time.
-                self._ownership.hand_back(queue.lease)
-            case QueueAcquired(queue):
-                if self._bounded:
-                    # A bounded pass handles only entries that existed when the pass began.
-                    queue.may_have_more = False
-                else:
-                    self._prefetcher.look_at(queue)
-                self._owned[queue.key] = queue
-                if queue.next_offset != queue.stored_offset:
-                    # Retention has removed the first entries of this queue, or a former owner has finished these
-                    # entries without storing its offset.
-                    self._dirty.add(queue)
-                if self._draining:
-                    self._begin_hand_over(queue)
-            case QueueHandOver(lease):
-                if (current := self._current(lease)) is not None:
-                    self._begin_hand_over(current)
-            case QueueLost(lease):
-                if (current := self._current(lease)) is not None:
-                    self._lose(current)
-            case GroupChanged(group_id, paused, generation, quarantined):
-                group = self._groups[group_id]
-                group.paused, group.generation, group.quarantined = paused, generation, quarantined
-            case QueueStopped(key, stopped):
-                self._stop_or_resume(self._owned.get(key), stopped)
-
-    def _current(self, lease: Lease) -> OwnedQueue | None:
-        queue = self._owned.get(lease.key)
-        return queue if queue is not None and queue.lease is lease else None
+    def _begin(self, queue: OwnedQueue) -> None:
+        """Begin to consume a queue that the coordinator has acquired."""
+        if queue.lease.life != self._life or queue.key in self._ownership.blocked:
+            # Its positions belong to another life of the server, which the coordinator or this thread has not seen yet.
+            # Or the queue was lost and acquired again while its handlers were still running: if this process kept it,
+            # two calls could handle the same message at the same time.
+            self._ownership.hand_back(queue.lease)
+            return
+        if not self._bounded:
+            # A bounded pass handles only entries that existed when the pass began.
+            self._prefetcher.look_at(queue)
+        self._owned[queue.key] = queue
+        if queue.window.base != queue.stored_offset:
+            # Retention has removed the first entries of this queue, or a former owner has finished these entries
+            # without storing its offset.
+            self._dirty.add(queue)
+        if self._draining:
+            self._begin_hand_over(queue)
 
     def _begin_hand_over(self, queue: OwnedQueue) -> None:
         """Begin to hand over a queue.
@@ -568,9 +529,10 @@ class Dispatcher:
         """
         if queue.phase not in (Phase.ACTIVE, Phase.STOPPED):
             return
-        end = max(queue.window.finished_end, self._calls.end_of_started(queue))
+        end = max(queue.window.finished_end, self.calls.end_of_started(queue))
         self._forget_waiting(queue, end if queue.phase is Phase.ACTIVE else 0)
-        queue.drain(start_until=time.monotonic() + DRAIN_SECONDS)
+        queue.phase = Phase.DRAINING
+        queue.start_until = time.monotonic() + DRAIN_SECONDS
         self._dirty.add(queue)
         self._store_at = 0.0
 
@@ -594,24 +556,21 @@ class Dispatcher:
             queue.group.name,
             queue.running,
         )
-        queue.lose()
+        queue.phase = Phase.LOST
         self._forget_waiting(queue)
         self._dirty.discard(queue)
         self._owned.pop(queue.key, None)
         if queue.running:
-            self._ownership.block(queue.key)
-            self._stale.append(queue)
+            self._ownership.blocked[queue.key] = queue
         self._ownership.hand_back(queue.lease)
 
-    def _stop_or_resume(self, queue: OwnedQueue | None, stopped: bool) -> None:
-        if queue is None:
-            return
-        if stopped and queue.phase is Phase.ACTIVE:
+    def _stop_or_resume(self, queue: OwnedQueue, stops: bool) -> None:
+        if stops and queue.phase is Phase.ACTIVE:
             queue.stop()
             self._forget_waiting(queue)
-        elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
+        elif not stops and queue.phase is Phase.STOPPED and queue.running == 0:
             # Resume the queue only if none of its calls is running, because the messages of a running call would be
-            # handled twice. Until the queue is resumed, the coordinator sends `QueueStopped` again and again.
+            # handled twice. Until the queue is resumed, the coordinator asks again and again.
             queue.resume()
             self._prefetcher.look_at(queue)
 
@@ -622,7 +581,7 @@ class Dispatcher:
     def _forget_waiting(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         for lane in self._lanes_of(queue):
             lane.drop(queue, from_offset)
-        self._calls.drop(queue, from_offset)
+        self.calls.drop(queue, from_offset)
         queue.buffered = queue.running
 
     # -- collecting -----------------------------------------------------------------------------
@@ -633,16 +592,16 @@ class Dispatcher:
         If the connection is lost meanwhile, the next step continues with the results of these calls: they may be stored
         already, so the handlers must not be called again.
         """
-        over, failed, waiting, calls = self._over, self._failed, self._waiting, self._calls
+        calls = self.calls
         if calls.abandoned or calls.has_admissions:
             calls.take_back()
         for work, results in calls.take_ended() if calls.any_counting else ():
-            over.append((work, self._absorb(work, results, failed, waiting)))
+            self._absorb(work, results)
         if time.monotonic() >= self._claims_until:
             for work, results in calls.give_up_claims():
-                over.append((work, self._absorb(work, results, failed, waiting)))
-        if over:
-            self._end_calls(run, over, failed, waiting)
+                self._absorb(work, results)
+        if self._over:
+            self._end_calls(run)
             self._over, self._failed, self._waiting = [], [], []
 
     def _keep_claims(self, run: Executor) -> None:
@@ -651,21 +610,24 @@ class Dispatcher:
         If a statement fails, the next step continues with it.
         """
         now = time.monotonic()
-        for work in self._calls.leaving(now):
-            [item] = work.items
-            if work.keeps_order or item.queue.lease.life != self._life:
-                self._detach(work)
-                continue
-            kept = leave_queue(run, self._instance, work)
+        for work in self.calls.leaving(now):
+            queue = work.items[0].queue
+            is_detached = work.keeps_order or queue.lease.life != self._life
+            kept = is_detached or leave_queue(run, self._instance, work)
             work.has_left = True
-            item.queue.returned()
-            if item.queue.phase is Phase.LOST:
-                continue
-            if kept:
-                self._dirty.add(item.queue)
+            queue.returned()
+            if is_detached:
+                # Hand the queue over without waiting for the handler. The next owner delivers the message again: while
+                # the claim lasts, this delivery waits, and blocks the later messages of its key. This process starts no
+                # later message of the queue, so none of the key can overtake the message if its attempt fails.
+                self._forget_waiting(queue)
+            elif queue.phase is Phase.LOST:
+                pass
+            elif kept:
+                self._dirty.add(queue)
             else:
-                self._lose(item.queue)
-        for work in self._calls.to_renew(now):
+                self._lose(queue)
+        for work in self.calls.to_renew(now):
             postpone(run, work)
         while self._left:
             work, result = self._left[0]
@@ -674,32 +636,15 @@ class Dispatcher:
             self._to_report.add(runner)
             self._left.popleft()
 
-    def _detach(self, work: HandlerCall) -> None:
-        """Hand the queue over without waiting for the handler of a claimed message.
-
-        The next owner of the queue delivers the message again. While the claim lasts, this delivery waits, and blocks
-        the later messages of its key. This process starts no later message of the queue, so no message of the key can
-        overtake the claimed message if its attempt fails.
-        """
-        [item] = work.items
-        work.has_left = True
-        item.queue.returned()
-        self._forget_waiting(item.queue)
-
-    def _absorb(
-        self,
-        work: HandlerCall,
-        results: Sequence[Result],
-        failed: list[Failed],
-        waiting: list[Waiting],
-    ) -> set[int]:
-        """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
+    def _absorb(self, work: HandlerCall, results: Sequence[Result]) -> None:
+        """Book the results of a call."""
         if work.has_left:
             self._quarantine.over(work, results, ())
             self._left.append((work, results[0]))
             self.counts["handled"] += results[0] is Disposition.HANDLED
             self.counts["failed"] += isinstance(results[0], BaseException)
-            return set()
+            self._over.append((work, set()))
+            return
         # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
         # for a queue below, this number decides whether the queue is blocked.
         for item in work.items:
@@ -709,8 +654,9 @@ class Dispatcher:
         booked = book(work, results, runner.outage)
         if self._quarantine.held is not None:
             self._quarantine.over(work, results, booked.again)
-        failed += booked.failed
-        waiting += booked.waiting
+        self._over.append((work, booked.again))
+        self._failed += booked.failed
+        self._waiting += booked.waiting
         for queue in booked.lost:
             self._lose(queue)
         if booked.all_handled:
@@ -726,31 +672,24 @@ class Dispatcher:
         for item in work.items:
             if item.queue.phase is not Phase.LOST:
                 self._dirty.add(item.queue)
-        return booked.again
 
-    def _end_calls(
-        self,
-        run: Executor,
-        over: Sequence[tuple[HandlerCall, set[int]]],
-        failed: Sequence[Failed],
-        waiting: Sequence[Waiting],
-    ) -> None:
+    def _end_calls(self, run: Executor) -> None:
         """Record all failures. Then put the messages that this process will try again into their lanes.
 
         A lane hands out its next messages as soon as a call is ended. So the failed messages of the call must be in
         the lane before the call is ended. This method compares items by identity, because one message may be in its
         queue and in a retry queue at once.
         """
-        again = record_failures(run, self._instance, failed) if failed else []
-        if waiting:
-            not_stored, lost = put_back(run, self._instance, waiting)
+        again = record_failures(run, self._instance, self._failed) if self._failed else []
+        if self._waiting:
+            not_stored, lost = put_back(run, self._instance, self._waiting)
             again += not_stored
             for queue in lost:
                 if queue.phase is not Phase.LOST:
                     self._lose(queue)
-        for one in failed:
+        for one in self._failed:
             self.counts["timed_out" if isinstance(one.error, TimedOut) else "failed"] += 1
-            if one.item.queue.is_stopped:
+            if one.item.queue.phase is Phase.STOPPED:
                 # One of these failures has stopped the queue, and later messages must not overtake the failed message.
                 self._forget_waiting(one.item.queue)
         kept: set[int] = set()
@@ -759,13 +698,13 @@ class Dispatcher:
             # their key or queue.
             if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING):
                 kept.add(id(item))
-        for work, unstarted in over:
+        for work, unstarted in self._over:
             left = kept | unstarted
             back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
                 item.queue.buffered += 1
             if work.abandoned and work.blocks_until_returned and (back or not work.subscribed.ordered):
-                self._calls.keep_until_returned(work, back)
+                self.calls.keep_until_returned(work, back)
             else:
                 work.lane.end([*work.items, *work.expired], back)
 
@@ -780,14 +719,14 @@ class Dispatcher:
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
             calls, group = runner.calls, runner.subscribed.group
-            if calls.waiting and (at := self._scheduler.spread_at(calls)) is not None and now >= at:
-                self._scheduler.spread(calls)
+            if calls.waiting and (at := self.scheduler.spread_at(calls)) is not None and now >= at:
+                self.scheduler.spread(calls)
             if (admission := runner.admission) is not None:
                 may_start = not (group.paused or quarantine.silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
                 if calls.is_allowance_new:
                     calls.is_allowance_new = False
-                    self._scheduler.spread(calls)
+                    self.scheduler.spread(calls)
                 now = time.monotonic()
             if group.paused:
                 continue
@@ -803,11 +742,11 @@ class Dispatcher:
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
             has_room = calls.in_hand < calls.usable_threads and not calls.stuck
             runner.backlog = (not has_room and calls.is_full) or (admission is not None and admission.waiting > 0)
-        self._calls.watched = self._watches()
+        self.calls.watched = self._watches()
 
     def _watches(self) -> bool:
         """Return whether each running call must wake the dispatching thread when it ends."""
-        if self._draining or self._bounded or self._quarantine.held is not None or self._stale:
+        if self._draining or self._bounded or self._quarantine.held is not None or self._ownership.blocked:
             return True
         for runner in self._runners.values():
             if runner.outage.resume_at is not None:
@@ -823,7 +762,7 @@ class Dispatcher:
         if not work.items:
             work.lane.end(work.expired, [])
         elif not (work.subscribed.group.quarantined and self._quarantine.takes(run, work)):
-            self._calls.submit(work)
+            self.calls.submit(work)
         else:
             self._quarantine.proceed(run)
 
@@ -832,7 +771,7 @@ class Dispatcher:
     def _store(self, run: Executor) -> None:
         """Store the changed positions of all queues in one statement, and give up the queues whose lease is over."""
         now = time.monotonic()
-        if not self._dirty or (now < self._store_at and (self._calls.any_running or not self._bounded)):
+        if not self._dirty or (now < self._store_at and (self.calls.any_running or not self._bounded)):
             return
         for queue in self._dirty:
             queue.window.advance()
@@ -842,7 +781,7 @@ class Dispatcher:
             kept = offsets.store(run, self._instance, [row for _, row in moved])
             faults.point("consumer.after_offset")
             for queue, row in moved:
-                queue.stored(row)
+                queue.stored_offset = row.position.next_offset
                 if queue.key not in kept:
                     self._lose(queue)
         self._store_at = now + STORE_SECONDS

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Final, Generic
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -120,14 +118,7 @@ class FilterSql:
         raise AssertionError(f"no SQL for {node!r}")
 
 
-_OPERATORS: Final = {
-    "=": sql.SQL("="),
-    "<>": sql.SQL("<>"),
-    "<": sql.SQL("<"),
-    "<=": sql.SQL("<="),
-    ">": sql.SQL(">"),
-    ">=": sql.SQL(">="),
-}
+_OPERATORS: Final = {operator: sql.SQL(operator) for operator in ("=", "<>", "<", "<=", ">", ">=")}
 
 
 # -- fetching --------------------------------------------------------------------------------------
@@ -301,31 +292,10 @@ NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 class _OpenMessage:
     __slots__ = tuple(Message.__dataclass_fields__)
 
-    topic: str
-    body: bytes
-    message_id: UUID
-    key: str
-    tag: str
-    headers: Mapping[str, str]
-    content_type: str
-    deliver_at: datetime | None
-    delay: timedelta | None
-    shard: int | None
-    born_at: datetime
-
 
 class _OpenDelivery(Generic[Body_co]):
     # `_unread` stays without a value.
     __slots__ = tuple(Delivery.__dataclass_fields__)
-
-    message: Message
-    body: Any
-    group: str
-    queue: str
-    offset: int
-    attempt: int
-    transaction_id: UUID | None
-    _decode: Callable[[Message], Any] | None
 
 
 def deliver(

@@ -1,10 +1,6 @@
 """Fetched entries, and the lanes in which they wait until a call handles them. There is one kind of lane per mode.
 
-A part may have a kind of its own:
-
-    class ByTag(RoundRobinLane[NamedQueue]):
-        def __init__(self, option: ByTagOption) -> None:
-            super().__init__(NamedQueue)
+A part may add a kind of its own with `hooks.add_lane`, a subclass of `RoundRobinLane`.
 """
 
 from __future__ import annotations
@@ -13,10 +9,10 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from outbox.broker.consumer.fetch import BODY, SECONDS_LEFT
 from outbox.broker.consumer.owned_queue import OwnedQueue
@@ -93,95 +89,29 @@ def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
     return run
 
 
-class Lane(Protocol):
-    """A lane keeps fetched messages and decides which of them may be handled next.
+class Lane:
+    """Keeps fetched messages and decides which of them may be handled next.
 
-    If `ready` and `later` are empty, `take` finds nothing.
+    `ready`: what may start a call now, unless an admission keeps it. `later`: the failed messages that are not due yet,
+    or what they block, by the time (time.monotonic) at which they are due. If both are empty, `take` finds nothing.
     """
 
-    @property
-    def ready(self) -> Sized:
-        """What may start a call now, unless an admission keeps it."""
-
-    @property
-    def later(self) -> Sized:
-        """The failed messages that are not due yet, or what they block."""
-
-    @property
-    def waiting(self) -> int:
-        """The number of messages, or of serial queues, that an admission may keep from being handled now."""
-
-    def startable(self, most: int) -> int:
-        """Return how many calls could start now if they were admitted, at most `most`."""
-
-    def wake(self, now: float) -> None:
-        """Count the failed messages that are due now as waiting. `take` does so too."""
+    def __init__(self) -> None:
+        self.ready: deque[Any] = deque()
+        self.later: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages of one queue, in queue order. A row without its large body is dropped afterwards."""
+        raise NotImplementedError
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
+        raise NotImplementedError
 
-    def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call whose items `take` has returned.
-
-        A later `take` returns the items in `again` when they are due.
-        """
-
-    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
-
-    def has_ready(self, queue: OwnedQueue) -> bool:
-        """Return whether a queue has waiting messages that are not blocked."""
-
-    def next_at(self) -> float | None:
-        """Return the time at which the first blocked message is due; None if no message is blocked."""
-
-    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
-
-
-What = TypeVar("What")
-
-
-class _Waiting(Generic[What]):
-    """What lanes have in common: failed messages, or what they block, wait until they are due."""
-
-    def __init__(self) -> None:
-        self.later: list[tuple[float, int, What]] = []
-        self._numbers = itertools.count()
-
-    def postpone(self, due: float, what: What) -> None:
-        """Let this wait until `due` (time.monotonic)."""
-        heapq.heappush(self.later, (due, next(self._numbers), what))
-
-    def due(self, now: float) -> Iterator[What]:
-        """Remove and yield what is due now."""
-        while self.later and self.later[0][0] <= now:
-            yield heapq.heappop(self.later)[2]
-
-    def next_at(self) -> float | None:
-        """Return the time at which the first of them is due; None if none waits."""
-        return self.later[0][0] if self.later else None
-
-    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return nothing: each message without its row is loaded when its turn comes."""
-        return []
-
-    def _keep(self, stays: Callable[[What], bool]) -> None:
-        """Drop the others of those that wait."""
-        self.later = [entry for entry in self.later if stays(entry[2])]
-        heapq.heapify(self.later)
-
-
-# -- concurrent mode -------------------------------------------------------------------------------
-#
-# In concurrent mode, any message may be handled at any time.
-
-
-class _WaitingMessages(_Waiting[FetchedEntry]):
-    """What the lanes of this mode have in common: a failed message waits alone, and blocks no other."""
+    def wake(self, now: float) -> None:
+        """Count the failed messages that are due now as waiting. `take` does so too."""
+        raise NotImplementedError
 
     def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
@@ -191,26 +121,69 @@ class _WaitingMessages(_Waiting[FetchedEntry]):
         for item in again:
             self.postpone(item.due, item)
 
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
+        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
+        raise NotImplementedError
+
+    def has_ready(self, queue: OwnedQueue) -> bool:
+        """Return whether a queue has waiting messages that are not blocked."""
+        raise NotImplementedError
+
+    def next_at(self) -> float | None:
+        """Return the time at which the first blocked message is due; None if no message is blocked."""
+        return self.later[0][0] if self.later else None
+
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
+        return []
+
+    @property
+    def waiting(self) -> int:
+        """The number of messages, or of serial queues, that an admission may keep from being handled now."""
+        return len(self.ready)
+
+    def startable(self, most: int) -> int:
+        """Return how many calls could start now if they were admitted, at most `most`."""
+        return min(most, self.waiting)
+
+    # -- for subclasses -------------------------------------------------------------------------
+
+    def postpone(self, due: float, what: object) -> None:
+        """Let this wait until `due` (time.monotonic)."""
+        heapq.heappush(self.later, (due, next(self._numbers), what))
+
+    def due(self, now: float) -> Iterator[Any]:
+        """Remove and yield what is due now."""
+        while self.later and self.later[0][0] <= now:
+            yield heapq.heappop(self.later)[2]
+
+    def _keep(self, stays: Callable[[Any], bool]) -> None:
+        """Drop the others of those that wait until they are due."""
+        self.later = [entry for entry in self.later if stays(entry[2])]
+        heapq.heapify(self.later)
+
 
 def _before(queue: OwnedQueue, offset: int) -> Callable[[FetchedEntry], bool]:
     """Return whether a message stays in its lane if those of `queue` from `offset` on are dropped."""
     return lambda item: item.queue is not queue or item.offset < offset
 
 
-class ConcurrentLane(_WaitingMessages):
-    """Returns fetched messages in the order of their arrival, and failed messages again when they are due."""
+class ConcurrentLane(Lane):
+    """The lane of concurrent mode, in which any message may be handled at any time.
+
+    It returns fetched messages in the order of their arrival, and failed messages again when they are due.
+    """
+
+    ready: deque[FetchedEntry]
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self._batch = batch
-        self.ready: deque[FetchedEntry] = deque()
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
-        """Take fetched messages, in queue order."""
         self.ready.extend(items)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the messages of the next call; an empty list if no message may be handled now."""
         if self.later:
             self.wake(now)
         if not self.ready:
@@ -218,36 +191,15 @@ class ConcurrentLane(_WaitingMessages):
         return [self.ready.popleft()] if self._batch == 1 else take_run(self.ready, self._batch)
 
     def wake(self, now: float) -> None:
-        """Count the failed messages that are due now as waiting."""
         self.ready.extend(self.due(now))
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
         stays = _before(queue, from_offset)
         self.ready = deque(filter(stays, self.ready))
         self._keep(stays)
 
-    @property
-    def waiting(self) -> int:
-        """The number of messages that may be handled now."""
-        return len(self.ready)
-
-    def startable(self, most: int) -> int:
-        """Return how many messages may be handled now, at most `most`."""
-        return min(most, len(self.ready))
-
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Return whether a queue has waiting messages that are not blocked."""
         return any(item.queue is queue for item in self.ready)
-
-
-# -- ordered modes ---------------------------------------------------------------------------------
-#
-# In the two ordered modes, messages wait in serial queues. Only one call at a time has messages of a serial queue.
-#
-# In orderly mode, each queue is a serial queue. In key-ordered mode, each key within a queue is a serial queue. A key
-# belongs to one queue, and one process owns a queue. A process hands a queue over only when no call with messages of
-# that queue is running. So the messages also keep their order when their queue gets another owner.
 
 
 class SerialQueue:
@@ -258,52 +210,67 @@ class SerialQueue:
     def __init__(self, name: Hashable) -> None:
         self.name = name
         self.items: deque[FetchedEntry] = deque()
+        # Whether a call has messages of this serial queue, and until when a failed message blocks it.
         self.busy = False
         self.suspended_until: float | None = None
 
-    @property
-    def idle(self) -> bool:
-        """Whether no call has messages of this serial queue, and no failed message blocks this serial queue."""
-        return not self.busy and self.suspended_until is None
 
+class OrderedLane(Lane):
+    """The lane of the two ordered modes, in which messages wait in serial queues.
 
-class OrderedLane(_Waiting[SerialQueue]):
-    """A lane that puts each message into a serial queue.
+    In orderly mode, each queue is a serial queue. With `by_key`, each key within a queue is one, and so are the
+    messages of the queue that have no key. Only one call at a time has messages of a serial queue, and a failing
+    message blocks its serial queue only. A batch has messages of one queue in orderly mode, and with `by_key` messages
+    of several keys, and several successive messages of each key.
 
-    The subclasses of this class define the serial queue of a message, and which messages one call takes.
+    A key belongs to one queue, and one process owns a queue. A process hands a queue over only when no call with
+    messages of that queue is running. So the messages also keep their order when their queue gets another owner.
     """
 
-    def __init__(self, batch: int) -> None:
+    ready: deque[SerialQueue]
+
+    def __init__(self, batch: int, *, by_key: bool) -> None:
         super().__init__()
         self._batch = batch
+        self._by_key = by_key
         self._serials: dict[Hashable, SerialQueue] = {}
-        self.ready: deque[SerialQueue] = deque()
 
-    def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the name of a message's serial queue. Only one call at a time handles messages of one serial queue."""
-        raise NotImplementedError
+    def _name(self, item: FetchedEntry) -> Hashable:
+        # A queue that is lost and acquired again has a new object, and so other serial queues.
+        return (id(item.queue), item.key) if self._by_key else id(item.queue)
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
-        """Take fetched messages, in queue order."""
         for item in items:
-            name = self.serial_name(item)
+            name = self._name(item)
             serial = self._serials.get(name)
             if serial is None:
                 serial = self._serials[name] = SerialQueue(name)
-            if not serial.items and serial.idle:
+            if not serial.items and not serial.busy and serial.suspended_until is None:
                 self.ready.append(serial)
             serial.items.append(item)
             if serial.suspended_until is not None:
-                self.shed(serial)
+                self._shed(serial)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the messages of the next call; an empty list if no message may be handled now."""
-        self.wake(now)
-        return self.fill() if self.ready else []
+        """Return the first messages of the serial queues that have been ready for the longest time.
 
-    def fill(self) -> list[FetchedEntry]:
-        """Return the messages of one call. The caller makes sure that at least one serial queue is ready."""
-        raise NotImplementedError
+        If a batch was divided, the call has messages of only one part.
+        """
+        if self.later:
+            self.wake(now)
+        call: list[FetchedEntry] = []
+        while self.ready and len(call) < self._batch:
+            if call and not (self._by_key and self.ready[0].items[0].part == call[0].part):
+                break
+            serial = self.ready.popleft()
+            serial.busy = True
+            call += take_run(serial.items, self._batch - len(call))
+        return call
+
+    def wake(self, now: float) -> None:
+        for serial in self.due(now):
+            serial.suspended_until = None
+            self.ready.append(serial)
 
     def end(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
@@ -312,8 +279,8 @@ class OrderedLane(_Waiting[SerialQueue]):
         """
         returned: dict[Hashable, list[FetchedEntry]] = {}
         for item in again:
-            returned.setdefault(self.serial_name(item), []).append(item)
-        for name in dict.fromkeys(map(self.serial_name, items)):
+            returned.setdefault(self._name(item), []).append(item)
+        for name in dict.fromkeys(map(self._name, items)):
             serial = self._serials.get(name)
             if serial is not None:
                 self._end(serial, returned.get(name, []))
@@ -324,18 +291,27 @@ class OrderedLane(_Waiting[SerialQueue]):
             at = max(item.due for item in again)
             serial.items.extendleft(reversed(again))
             serial.suspended_until = at
-            self.shed(serial)
+            self._shed(serial)
             self.postpone(at, serial)
         elif serial.items:
             self.ready.append(serial)
         else:
             del self._serials[serial.name]
 
-    def shed(self, serial: SerialQueue) -> None:
-        """Remove the rows of waiting messages from memory, because their serial queue is blocked."""
+    def _shed(self, serial: SerialQueue) -> None:
+        """Keep only the first message of a blocked key in memory.
+
+        The process loads each other message again before the call that handles it.
+        """
+        if not self._by_key:
+            return
+        for item in list(serial.items)[1:]:
+            if not item.shed:
+                item.row = None
+                item.shed = True
+                item.queue.buffered -= 1
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue from `from_offset` on, and the serial queues that are then empty."""
         for serial in list(self._serials.values()):
             if serial.items and serial.items[0].queue is queue:
                 serial.items = deque(item for item in serial.items if item.offset < from_offset)
@@ -344,84 +320,8 @@ class OrderedLane(_Waiting[SerialQueue]):
         self.ready = deque(serial for serial in self.ready if serial.items)
         self._keep(lambda serial: bool(serial.items))
 
-    @property
-    def waiting(self) -> int:
-        """The number of serial queues whose next message may be handled now."""
-        return len(self.ready)
-
-    def startable(self, most: int) -> int:
-        """Return how many serial queues have a message that may be handled now, at most `most`."""
-        return min(most, len(self.ready))
-
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Return whether a queue has waiting messages that are not blocked."""
         return any(serial.items[0].queue is queue for serial in self.ready)
-
-    def wake(self, now: float) -> None:
-        """Let the blocked serial queues continue whose failed message is due now."""
-        for serial in self.due(now):
-            serial.suspended_until = None
-            self.ready.append(serial)
-
-
-class OrderlyLane(OrderedLane):
-    """The lane of orderly mode: it returns the messages of a queue in order, and to only one call at a time.
-
-    A failing message blocks its queue.
-
-    A batch has messages of one queue only.
-    """
-
-    def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the identity of the queue object. A queue that is lost and acquired again has a new object."""
-        return id(item.queue)
-
-    def fill(self) -> list[FetchedEntry]:
-        """Return the first messages of the queue that has been ready for the longest time."""
-        serial = self.ready.popleft()
-        serial.busy = True
-        return take_run(serial.items, self._batch)
-
-
-class KeyOrderedLane(OrderedLane):
-    """The lane of key-ordered mode: it returns the messages of a key in order, and to only one call at a time.
-
-    A failing message blocks only its key.
-
-    The messages of a queue that have no key form one serial queue. A batch may have messages of several keys, and
-    several successive messages of each key.
-    """
-
-    def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the identity of the queue object and the key.
-
-        A queue that is lost and acquired again has a new object.
-        """
-        return (id(item.queue), item.key)
-
-    def fill(self) -> list[FetchedEntry]:
-        """Return the first messages of each ready key, until the call has `batch` messages.
-
-        If a batch was divided, the call has messages of only one part.
-        """
-        call: list[FetchedEntry] = []
-        part = self.ready[0].items[0].part
-        while self.ready and len(call) < self._batch and self.ready[0].items[0].part == part:
-            serial = self.ready.popleft()
-            serial.busy = True
-            call += take_run(serial.items, self._batch - len(call))
-        return call
-
-    def shed(self, serial: SerialQueue) -> None:
-        """Keep only the first message of a blocked serial queue in memory.
-
-        The process loads each other message again before the call that handles it.
-        """
-        for item in list(serial.items)[1:]:
-            if not item.shed:
-                item.row = None
-                item.shed = True
-                item.queue.buffered -= 1
 
 
 # -- one name after the other ----------------------------------------------------------------------
@@ -462,19 +362,20 @@ class NamedQueue:
 Named = TypeVar("Named", bound=NamedQueue)
 
 
-class RoundRobinLane(_WaitingMessages, Generic[Named]):
+class RoundRobinLane(Lane, Generic[Named]):
     """A lane whose calls have one message. `FetchedEntry.key` is the name of a message."""
+
+    # The names of which a call may start; the name that has waited longest is the first one.
+    ready: deque[Named]
+    # The number of messages that may be handled now, if they are admitted.
+    waiting: int = 0
 
     def __init__(self, make: Callable[[str], Named]) -> None:
         super().__init__()
         self._make = make
         self._names: dict[str, Named] = {}
-        # The names of which a call may start; the name that has waited longest is the first one.
-        self.ready: deque[Named] = deque()
-        self.waiting = 0
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
-        """Take fetched messages of one queue, in queue order."""
         following = len(items)
         for item in items:
             named = self.named(item.key)
@@ -494,7 +395,6 @@ class RoundRobinLane(_WaitingMessages, Generic[Named]):
             self.schedule(named)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the message of the next call; an empty list if no message may be handled now."""
         self.wake(now)
         while self.ready:
             named = self.ready.popleft()
@@ -508,7 +408,6 @@ class RoundRobinLane(_WaitingMessages, Generic[Named]):
         return []
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
         stays = _before(queue, from_offset)
         for named in list(self._names.values()):
             if not all(map(stays, named.items)):
@@ -531,12 +430,7 @@ class RoundRobinLane(_WaitingMessages, Generic[Named]):
             self.waiting += 1
             self.schedule(named)
 
-    def startable(self, most: int) -> int:
-        """Return how many messages may be handled now, at most `most`."""
-        return min(most, self.waiting)
-
     def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
-        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
         found: list[FetchedEntry] = []
         own = self._names.get(item.key)
         of_each = max(1, _LOADED_AT_ONCE // (1 + len(self.ready)))

@@ -1,11 +1,11 @@
-"""The groups, subscriptions and queues of this process, and the events about the ownership of queues."""
+"""The groups, subscriptions and queues of this process, and what its two threads tell each other about queues."""
 
 from __future__ import annotations
 
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,7 +37,7 @@ class ConsumingGroup:
     group's retry queues; a retry queue is missing while this process does not know its id.
 
     `paused`, `generation` (of the inbox) and `quarantined` (by log id) are copies of the values in the database. Only
-    the dispatching thread changes these copies of database values.
+    the coordinator changes them, and replaces each as a whole.
     """
 
     group_id: int
@@ -85,21 +85,6 @@ class Subscribed:
 
     `admission_lease` is None if no option of the subscription decides when its calls start.
     """
-
-    __slots__ = (
-        "admission_lease",
-        "claims",
-        "fetch_size",
-        "filter",
-        "group",
-        "handler",
-        "key",
-        "ordered",
-        "reader",
-        "span",
-        "subscription",
-        "waits_for_key",
-    )
 
     def __init__(self, group: ConsumingGroup, subscription: Subscription, handler: AnyHandler, topic_id: int) -> None:
         # (group id, topic id)
@@ -173,14 +158,8 @@ class OffsetWindow:
         self.base = position.next_offset
         self.start_offset = position.start_offset
         self.moved = position.moved
-        self.counts = [
-            position.handled,
-            position.filtered,
-            position.skipped,
-            position.sent_back,
-            position.dead,
-            position.expired,
-        ]
+        # By `EntryOutcome`.
+        self.counts: list[int] = [getattr(position, outcome.name.lower()) for outcome in EntryOutcome]
         self._finished: dict[int, EntryOutcome] = {}
         self._gaps: dict[int, int] = {}
 
@@ -229,38 +208,16 @@ class OffsetWindow:
 
     def position(self) -> Position:
         """Return the position of the group on this queue, in the form to store."""
-        handled, filtered, skipped, sent_back, dead, expired = self.counts
-        return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
+        return Position(self.base, self.start_offset, *self.counts, self.moved)
 
 
 class OwnedQueue:
     """A queue that this process consumes for a group, under a lease.
 
-    The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After the
-    dispatching thread has got a queue, only this thread calls the methods of the queue. Any thread may call the methods
-    marked "any thread", because each of these methods reads single values that are replaced as a whole. The dispatching
-    thread also changes `may_have_more`, `buffered`, `running` and `end`.
+    The coordinator's thread creates a queue and sends it to the dispatching thread with `Change.ACQUIRED`. Afterwards
+    only the dispatching thread changes it. Any thread may call the methods marked "any thread" and read `phase` and
+    `window.base`, because each of these values is replaced as a whole.
     """
-
-    __slots__ = (
-        "_ordinal",
-        "_refetched_below",
-        "_stored_base",
-        "buffered",
-        "end",
-        "fetch_from",
-        "group",
-        "key",
-        "lease",
-        "may_have_more",
-        "name",
-        "phase",
-        "running",
-        "start_until",
-        "subscribed",
-        "swept_offset",
-        "window",
-    )
 
     def __init__(
         self, lease: Lease, group: ConsumingGroup, subscribed: Subscribed | None, name: str, position: Position
@@ -276,7 +233,6 @@ class OwnedQueue:
         # `fetch_from` is the next offset to fetch. `buffered` counts the entries in memory, `running` those in running
         # calls.
         self.fetch_from = position.next_offset
-        self.may_have_more = True
         self.buffered = 0
         self.running = 0
         # While the queue is draining, messages may still be started until this time (time.monotonic).
@@ -287,7 +243,8 @@ class OwnedQueue:
         self.swept_offset = 0
         self._refetched_below = 0
         self._ordinal = 0
-        self._stored_base = position.next_offset
+        # The offset of this queue that is stored in the database.
+        self.stored_offset = position.next_offset
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -299,26 +256,7 @@ class OwnedQueue:
         """Whether a handler may be started for a message of this queue. Any thread."""
         return self.phase in (Phase.ACTIVE, Phase.DRAINING) and self.trusted()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a handler with on_error=STOP has stopped this queue. Any thread."""
-        return self.phase is Phase.STOPPED
-
-    @property
-    def stored_offset(self) -> int:
-        """The offset of this queue that is stored in the database."""
-        return self._stored_base
-
-    @property
-    def next_offset(self) -> int:
-        """The lowest unfinished offset. Any thread."""
-        return self.window.base
-
-    def swept(self) -> None:
-        """Record that the `finished_ahead` rows before the stored offset are deleted."""
-        self.swept_offset = self._stored_base
-
-    # -- phases ---------------------------------------------------------------------------------
+    # -- the dispatching thread -----------------------------------------------------------------
 
     def stop(self) -> None:
         """Stop the queue: start no call for the queue until an operator resumes it.
@@ -336,21 +274,6 @@ class OwnedQueue:
         self.phase = Phase.ACTIVE
         self._refetched_below = max(self._refetched_below, self.fetch_from)
         self.fetch_from = self.window.base
-        self.may_have_more = True
-
-    def drain(self, *, start_until: float) -> None:
-        """Begin to hand the queue over: fetch nothing more.
-
-        Until `start_until` (time.monotonic), messages before the last started message may still be started.
-        """
-        self.phase = Phase.DRAINING
-        self.start_until = start_until
-
-    def lose(self) -> None:
-        """Mark the queue as lost, because another process may own it now."""
-        self.phase = Phase.LOST
-
-    # -- fetching -------------------------------------------------------------------------------
 
     def skip_to(self, floor: int) -> None:
         """Skip all entries below `floor`, because retention has removed them."""
@@ -377,107 +300,64 @@ class OwnedQueue:
         """Whether the next entries may be finished already, by a former owner or by this process before a stop."""
         return self.fetch_from < self._refetched_below
 
-    def fetched(self, next_offset: int, *, more: bool) -> None:
-        """Record that all entries before `next_offset` are fetched. `more` says whether there may be more entries."""
-        self.fetch_from = next_offset
-        self.may_have_more = more
-
-    # -- what is in memory and what runs ----------------------------------------------------------
-
     def returned(self) -> None:
         """Count an entry neither in running calls nor in memory any more. If it goes back to its lane, the caller
         raises `buffered` again."""
         self.running -= 1
         self.buffered -= 1
 
-    # -- offsets --------------------------------------------------------------------------------
-
     def next_row(self) -> OffsetRow | None:
         """Return the row to store; None if the position has not moved since the last stored row."""
-        if self.window.base == self._stored_base:
+        if self.window.base == self.stored_offset:
             return None
         self._ordinal += 1
         return OffsetRow(self.key, self.lease.epoch, self._ordinal, self.window.position())
 
-    def stored(self, row: OffsetRow) -> None:
-        """Record that a row was stored."""
-        self._stored_base = row.position.next_offset
-
 
 # -- ownership -------------------------------------------------------------------------------------
 #
-# Events between the coordinator's thread and the dispatching thread about owned queues.
-#
-# The coordinator decides which queues this process owns, and sends events about them. The dispatching thread hands a
-# queue back when its lease may be released.
+# The coordinator decides which queues this process owns, and tells the dispatching thread. The dispatching thread hands
+# a queue back when its lease may be released.
 
 
-@dataclass(frozen=True)
-class QueueAcquired:
+class Change(enum.Enum):
+    """What the coordinator tells the dispatching thread about a queue."""
+
+    ACQUIRED = "acquired"
     """This process now owns the queue, and consumes the messages from the queue's position on."""
-
-    queue: OwnedQueue
-
-
-@dataclass(frozen=True)
-class QueueHandOver:
+    HAND_OVER = "hand over"
     """Finish the running calls of this queue, store its offset, then call `Ownership.hand_back`."""
-
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class QueueLost:
+    LOST = "lost"
     """The lease is over: start no more handlers for its queue, and store nothing for this queue."""
+    STOPPED = "stopped"
+    """The queue was stopped in the database."""
+    RESUMED = "resumed"
+    """The queue was resumed in the database."""
+    NEW_LIFE = "new life"
+    """The coordinator has seen another life of the broker. It concerns all queues.
 
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class GroupChanged:
-    """A group was paused or resumed, or its inbox generation or its messages in quarantine have changed."""
-
-    group_id: int
-    paused: bool
-    generation: int
-    quarantined: Mapping[int, QuarantinedMessage]
-
-
-@dataclass(frozen=True)
-class QueueStopped:
-    """A queue was stopped or resumed in the database."""
-
-    key: QueueKey
-    stopped: bool
-
-
-@dataclass(frozen=True)
-class LifeChanged:
-    """The coordinator has seen another life of the broker.
-
-    The dispatching thread must read the life before it takes the next event.
+    The dispatching thread must read the life before it takes the next change.
     """
-
-
-Event = QueueAcquired | QueueHandOver | QueueLost | GroupChanged | QueueStopped | LifeChanged
 
 
 class Ownership:
     """All state that the coordinator's thread and the dispatching thread share.
 
     This state needs no locks, because each field is replaced as a whole or is a thread-safe container.
-
-    An `Ownership` object calls `wake_dispatcher` after each event.
     """
 
     def __init__(self, wake_dispatcher: Callable[[], None]) -> None:
-        self._wake_dispatcher = wake_dispatcher
+        self.wake_dispatcher: Final = wake_dispatcher
         self._coordinator_wanted = threading.Event()
-        # The events for the dispatching thread, oldest first.
-        self.changes: Final[deque[Event]] = deque()
-        self._handed_back: deque[Lease] = deque()
-        self._blocked: set[QueueKey] = set()
-        self._draining = False
+        # The changes for the dispatching thread, oldest first, with their queues.
+        self.changes: Final[deque[tuple[Change, OwnedQueue | None]]] = deque()
+        # The leases to release, oldest first. The coordinator removes them after their release.
+        self.handed_back: Final[deque[Lease]] = deque()
+        # The queues that this process has lost while handlers that it had started before still run. If this process
+        # acquired such a queue again now, it would handle the same messages twice at once.
+        self.blocked: Final[dict[QueueKey, OwnedQueue]] = {}
+        # Whether this process may acquire no more queues, because it hands its queues over to other instances.
+        self.is_draining = False
         # Whether the process has to register again.
         self.is_outdated = False
 
@@ -485,67 +365,30 @@ class Ownership:
 
     def hand_back(self, lease: Lease) -> None:
         """Give the lease of a queue back to the coordinator, because the queue is drained or the lease is over."""
-        self._handed_back.append(lease)
+        self.handed_back.append(lease)
         self._coordinator_wanted.set()
-
-    def block(self, key: QueueKey) -> None:
-        """Block the queue, because handlers that this process started before it lost the lease still run.
-
-        If this process acquired the queue again now, it would handle the same messages twice at once.
-        """
-        self._blocked.add(key)
-
-    def unblock(self, key: QueueKey) -> None:
-        """Unblock the queue, because the handlers that started before the lease was lost have returned."""
-        self._blocked.discard(key)
-
-    def drain(self) -> None:
-        """Acquire no more queues, because this process now hands its queues over to other instances."""
-        self._draining = True
 
     # -- the coordinator's side -----------------------------------------------------------------
 
-    def emit(self, event: Event) -> None:
-        """Send an event to the dispatching thread."""
-        self.changes.append(event)
-        self._wake_dispatcher()
-
-    def handed_back(self) -> list[Lease]:
-        """Return the leases to release, oldest first. A lease stays in the list until `released` removes it."""
-        return list(self._handed_back)
-
-    def released(self, count: int) -> None:
-        """Remove the `count` oldest leases from `handed_back`, because they are released."""
-        for _ in range(count):
-            self._handed_back.popleft()
-
-    def hand_back_unused(self, leases: Iterable[Lease]) -> None:
-        """Give back leases that this process has acquired, but whose queues it has not begun to consume."""
-        self._handed_back.extend(leases)
+    def emit(self, change: Change, queue: OwnedQueue | None) -> None:
+        """Tell the dispatching thread about a change."""
+        self.changes.append((change, queue))
+        self.wake_dispatcher()
 
     def wait(self, seconds: float) -> None:
         """Wait until a queue is handed back or `wake_coordinator` is called, at most `seconds`."""
         self._coordinator_wanted.wait(seconds)
         self._coordinator_wanted.clear()
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether this process may acquire no more queues."""
-        return self._draining
-
     def outdate(self) -> None:
         """Acquire no more queues until this process has registered again.
 
         The ids of this process's groups and topics may belong to other groups and topics now.
         """
-        self.is_outdated = self._draining = True
-        self._wake_dispatcher()
+        self.is_outdated = self.is_draining = True
+        self.wake_dispatcher()
 
     # -- any thread -----------------------------------------------------------------------------
-
-    def is_blocked(self, key: QueueKey) -> bool:
-        """Return whether handlers that this process started under an earlier lease of this queue still run."""
-        return key in self._blocked
 
     def wake_coordinator(self) -> None:
         """Wake the coordinator now, because its groups or queues may have changed."""

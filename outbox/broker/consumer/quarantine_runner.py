@@ -13,7 +13,6 @@ See decision 065.
 
 from __future__ import annotations
 
-import enum
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -42,21 +41,6 @@ _DRAINING_SECONDS: Final = 3600.0
 _OTHERS_FIRST_SECONDS: Final = 1.0
 
 
-class _Stage(enum.Enum):
-    """The stage of the attempt with quarantined messages; a process has at most one such attempt."""
-
-    HELD = "held"
-    BEGUN = "begun"
-    REFUSED = "refused"
-
-
-class _Granted:
-    """The note about the attempt is committed, so the handler may be called."""
-
-
-_GRANTED: Final = _Granted()
-
-
 class QuarantineRunner:
     """Runs at most one attempt with quarantined messages at a time. Only the dispatching thread uses this class."""
 
@@ -64,12 +48,11 @@ class QuarantineRunner:
         self._instance = instance
         self._host = socket.gethostname()
         self._calls = calls
-        # The attempt that is running or waits for running calls. `silent`: whether it must run alone, so that the
-        # process may start no other call.
+        # The attempt that is running, or that waits for running calls (`_waits`). `silent`: whether it must run alone,
+        # so that the process may start no other call.
         self.held: HandlerCall | None = None
         self.silent = False
-        self._stage = _Stage.HELD
-        self._hung = False
+        self._waits = False
         self._draining = False
         # The time (time.monotonic) from which this process may begin attempts; None until it meets such a message.
         self._begin_at: float | None = None
@@ -93,28 +76,23 @@ class QuarantineRunner:
         found = [item for item in work.items if _log_id(item) in known]
         if not found:
             return False
+        if self._begin_at is None:
+            self._begin_at = time.monotonic() + _OTHERS_FIRST_SECONDS
         size = max(1, min(known[_log_id(item)].call_size for item in found) // 2)
         if len(found) < len(work.items) or len(found) > size:
             _set_apart(work.items, {id(item) for item in found}, size)
             _put_back(work, 0.0)
-        elif time.monotonic() < (begin_at := self._first_attempt_at()):
-            _put_back(work, begin_at)
+        elif time.monotonic() < self._begin_at:
+            _put_back(work, self._begin_at)
         elif self.held is not None or self._draining:
             _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
         elif wait_seconds := self._wait_seconds(run, work):
             _put_back(work, time.monotonic() + wait_seconds)
         else:
-            self.held = work
-            self._stage = _Stage.HELD
-            self._hung = all(known[_log_id(item)].hung for item in found)
-            self.silent = not self._hung
+            self.held, self._waits = work, True
+            self.silent = not all(known[_log_id(item)].hung for item in found)
             self._calls.hold(work)
         return True
-
-    def _first_attempt_at(self) -> float:
-        if self._begin_at is None:
-            self._begin_at = time.monotonic() + _OTHERS_FIRST_SECONDS
-        return self._begin_at
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Return how long the attempt must wait.
@@ -134,34 +112,28 @@ class QuarantineRunner:
     def proceed(self, run: Executor) -> None:
         """Begin the waiting attempt if it may begin now. If a statement fails, the attempt continues to wait."""
         work = self.held
-        if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
+        if work is None or not self._waits or (self.silent and self._calls.runs_beside(work)):
             return
-        refusal = self._refusal(run, work)
-        if isinstance(refusal, _Granted):
-            self._stage = _Stage.BEGUN
-            work.alone = not self._hung
-            self._calls.start(work)
-        else:
-            self._stage = _Stage.REFUSED
-            self._calls.refuse(work, refusal)
-
-    def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
-        """Commit the note about the attempt.
-
-        If the attempt may not begin, store no note, and return the result for the messages of the attempt.
-        """
-        now = time.monotonic()
+        now, group = time.monotonic(), work.subscribed.group
+        refusal: Result
         if self._draining:
-            return Postponed(now + _DRAINING_SECONDS)
-        group = work.subscribed.group
-        if group.paused or not all(item.queue.may_start() for item in work.items):
-            return NOT_STARTED
-        attempt = quarantine.begin_attempt(
-            run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
-        )
-        if attempt.deaths:
-            return KillsItsProcess(f"this message, tried alone, has killed or hung its process {attempt.deaths}")
-        return Postponed(now + attempt.wait_seconds) if attempt.wait_seconds else _GRANTED
+            refusal = Postponed(now + _DRAINING_SECONDS)
+        elif group.paused or not all(item.queue.may_start() for item in work.items):
+            refusal = NOT_STARTED
+        else:
+            # Commit a note about the attempt, unless it may not begin.
+            attempt = quarantine.begin_attempt(
+                run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
+            )
+            if not attempt.deaths and not attempt.wait_seconds:
+                self._waits = False
+                work.alone = self.silent
+                self._calls.start(work)
+                return
+            told = f"this message, tried alone, has killed or hung its process {attempt.deaths}"
+            refusal = KillsItsProcess(told) if attempt.deaths else Postponed(now + attempt.wait_seconds)
+        self._waits = False
+        self._calls.refuse(work, refusal)
 
     def over(self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]) -> None:
         """Record a finished call.

@@ -237,19 +237,31 @@ def record_failures(run: Executor, instance: UUID, failures: Sequence[Failed]) -
     again: list[FetchedEntry] = []
     for failed, judgement in judged:
         _report(failed, judgement)
-        if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
-            again += _apply_plan(failed, judgement)
-            if judgement.verdict is FailureAction.DEAD and given_up.listener is not None:
-                _tell(failed, given_up.listener)
+        item, queue, verdict = failed.item, failed.item.queue, judgement.verdict
+        if not failed.subscribed.group.broadcast and queue.key not in kept:
+            continue
+        # Only now, after the failures are recorded: if a message were marked as finished before, a crash between the
+        # two steps would lose it.
+        if verdict is FailureAction.IN_PLACE:
+            again.append(_again(item, judgement.delay_seconds))
+        elif verdict is FailureAction.STOP:
+            # The message is not finished, so the offset does not pass it. The process fetches the message again when an
+            # operator resumes the group.
+            queue.stop()
+        else:
+            is_sent_back = verdict is FailureAction.SEND_BACK
+            queue.window.finish(item.offset, EntryOutcome.SENT_BACK if is_sent_back else EntryOutcome.DEAD)
+            if verdict is FailureAction.DEAD:
+                _tell(failed)
     return again
 
 
-def _tell(failed: Failed, listener: given_up.Listener) -> None:
-    """Tell the listener about a stored dead letter. A broadcast group has no dead letters."""
+def _tell(failed: Failed) -> None:
+    """Tell the listener, if there is one, about a stored dead letter. A broadcast group has no dead letters."""
     item, group = failed.item, failed.subscribed.group
     assert item.row is not None
-    if not group.broadcast:
-        listener(
+    if given_up.listener is not None and not group.broadcast:
+        given_up.listener(
             given_up.GivenUp(
                 group=group.name,
                 topic=failed.subscribed.subscription.topic,
@@ -314,35 +326,16 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
     for known in rounds:
         kept |= send_back.record(run, instance, list(known.values()))
     for failed, judgement in judged:
-        if failed.item.queue.key in kept:
-            failed.item.queue.swept()
+        queue = failed.item.queue
+        if queue.key in kept:
+            queue.swept_offset = queue.stored_offset
         if judgement.verdict is FailureAction.STOP and not failed.subscribed.group.broadcast:
-            reason = send_back.describe(failed.error)
-            leases.stop(run, instance, failed.item.queue.lease, reason)
+            reason = describe(failed.error)
+            leases.stop(run, instance, queue.lease, reason)
     if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
         # Wake the sequencer, because these messages may be due before the message for which the sequencer waits.
         notify(run, Channel.DECIDED)
     return kept
-
-
-def _apply_plan(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
-    """Apply the plan for a failed message. Return the message in a list if this process tries it again.
-
-    Call this only after the failures are recorded. If the message were marked as finished first, a crash between the
-    two steps would lose the message.
-    """
-    item = failed.item
-    queue = item.queue
-    if judgement.verdict is FailureAction.IN_PLACE:
-        return [_again(item, judgement.delay_seconds)]
-    if judgement.verdict is FailureAction.STOP:
-        # The message is not finished, so the offset does not pass it. The process fetches the message again when an
-        # operator resumes the group.
-        queue.stop()
-        return []
-    outcome = EntryOutcome.SENT_BACK if judgement.verdict is FailureAction.SEND_BACK else EntryOutcome.DEAD
-    queue.window.finish(item.offset, outcome)
-    return []
 
 
 def _again(item: FetchedEntry, delay_seconds: float) -> FetchedEntry:
@@ -363,7 +356,7 @@ def _failure(run: Executor, failed: Failed, judgement: FailurePlan) -> Failure:
         swept_offset=item.queue.swept_offset,
         log_id=item.row[LOG_ID],
         attempts=item.attempt,
-        error=send_back.describe(failed.error),
+        error=describe(failed.error),
         judgement=judgement,
         retry_queue_id=_retry_queue(run, group, topic_id) if sent_back else 0,
         next_attempt=item.retries + 1,
@@ -490,7 +483,7 @@ def _leave(
         passed=(queue.swept_offset, queue.stored_offset),
     ):
         return False
-    queue.swept()
+    queue.swept_offset = queue.stored_offset
     queue.window.finish(item.offset, EntryOutcome.SENT_BACK)
     return True
 
@@ -508,61 +501,51 @@ def record_left(run: Executor, work: HandlerCall, result: Result, outage: Outage
     it is done.
     """
     faults.point("claim.before_settle")
-    _record_left(run, work, result, work.redelivery, outage)
-    faults.point("claim.after_settle")
-
-
-def _record_left(run: Executor, work: HandlerCall, result: Result, place: Redelivery | None, outage: Outage) -> None:
+    [item], place = work.items, work.redelivery
     if isinstance(result, Disposition):
         outage.succeeded(time.monotonic())
         if place is not None:
             redelivery.postpone(run, place, seconds=0.0, is_claimed=False)
-    elif isinstance(result, BaseException) and not isinstance(result, LeaseLost):
-        if place is not None:
-            _record_failure(run, work, result, place, outage)
-        else:
-            _report_uncounted(work, result)
-    # A result of another kind says that this process ends, or that another attempt has taken the message over.
-
-
-def _report_uncounted(work: HandlerCall, error: BaseException) -> None:
-    [item] = work.items
-    assert item.row is not None
-    logger.warning(
-        "group %s: an attempt at message %s of %s failed after this process had given its queue up. It does not "
-        "count as an attempt; the next owner of the queue tries the message again",
-        work.subscribed.group.name,
-        item.row[MESSAGE_ID],
-        item.queue.name,
-        exc_info=printable(error),
-    )
-
-
-def _record_failure(run: Executor, work: HandlerCall, error: BaseException, place: Redelivery, outage: Outage) -> None:
-    [item] = work.items
-    until = _outage(work, [item], error, outage)
-    if until is not None:
+    elif not isinstance(result, BaseException) or isinstance(result, LeaseLost):
+        # This process ends, or another attempt has taken the message over.
+        pass
+    elif place is None:
+        assert item.row is not None
+        logger.warning(
+            "group %s: an attempt at message %s of %s failed after this process had given its queue up. It does not "
+            "count as an attempt; the next owner of the queue tries the message again",
+            work.subscribed.group.name,
+            item.row[MESSAGE_ID],
+            item.queue.name,
+            exc_info=printable(result),
+        )
+    elif (until := _outage(work, work.items, result, outage)) is not None:
         redelivery.postpone(run, place, seconds=max(0.0, until - time.monotonic()), is_claimed=False)
-        return
-    failed = Failed(work.subscribed, item, error)
+    else:
+        _record_failure(run, Failed(work.subscribed, item, result), place)
+    faults.point("claim.after_settle")
+
+
+def _record_failure(run: Executor, failed: Failed, place: Redelivery) -> None:
+    item = failed.item
     judged = send_back.judge(
-        work.subscribed.subscription, error, retries=item.retries, in_place=item.in_place, returned=True
+        failed.subscribed.subscription, failed.error, retries=item.retries, in_place=item.in_place, returned=True
     )
     plan = _until_time_limit(item, judged)
     _report(failed, plan)
     is_dead = plan.verdict is FailureAction.DEAD
     is_recorded = redelivery.record_failure(
         run,
-        work.subscribed.group.group_id,
+        failed.subscribed.group.group_id,
         place,
         dead=is_dead,
         attempts=item.attempt,
-        error=describe(error),
+        error=describe(failed.error),
         seconds=plan.delay_seconds,
     )
     notify(run, Channel.DECIDED)
-    if is_recorded and is_dead and given_up.listener is not None:
-        _tell(failed, given_up.listener)
+    if is_recorded and is_dead:
+        _tell(failed)
 
 
 def postpone(run: Executor, work: HandlerCall) -> None:
@@ -573,8 +556,6 @@ def postpone(run: Executor, work: HandlerCall) -> None:
 
 
 # -- results of calls ------------------------------------------------------------------------------
-#
-# Book the results of a finished call: a message is finished, its attempt has failed, or its attempt does not count.
 #
 # If a call with several messages fails, the error does not show which message has caused the failure. So the consumer
 # halves the batch and calls the handler for each half, until a call has only one message. Only a failed call with one
@@ -741,18 +722,14 @@ def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
 
     True only for an error that neither the handler nor the subscription has classified.
 
-    An IntegrityError is the answer of a working database, so the result is then False.
+    An IntegrityError of Django or of a database driver (PEP 249) is the answer of a working database, so the result is
+    then False.
     """
     return (
         subscription.reaction(error) is OnError.RETRY
         and not isinstance(error, RetryLater)
-        and not _violates_a_constraint(error)
+        and not any(class_name_of(kind) == "IntegrityError" for kind in type(error).__mro__)
     )
-
-
-def _violates_a_constraint(error: BaseException) -> bool:
-    """Return whether the error is an IntegrityError of Django or of a database driver (PEP 249)."""
-    return any(class_name_of(kind) == "IntegrityError" for kind in type(error).__mro__)
 
 
 def _keep(item: FetchedEntry, due: float, booked: CallOutcome) -> None:

@@ -17,7 +17,6 @@ coordinator would go on renewing the leases of queues that no thread serves.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import math
@@ -163,39 +162,21 @@ class SessionTask(Protocol):
         """
 
 
-Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
-
-
 class ConsumerSession:
     """One membership of this process in its groups.
 
-    The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
+    The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of
+    `ConsumerRuntime.register`.
 
     `noted_in` is the file in which an earlier session of this process noted its calls. The parent process gives
     each consumer process only one file for notes.
     """
 
     def __init__(
-        self,
-        database: BrokerDatabase,
-        register: Register,
-        *,
-        invoker: Invoker,
-        codecs: Codecs,
-        lease_seconds: float,
-        note: FailureNote,
-        session_task: SessionTask | None = None,
-        noted_in: RunningCalls | None = None,
-        share: SharingInvoker | None = None,
-        sharing_calls: int = 1,
-        threads: int | None = None,
-        claim: ClaimingInvoker | None = None,
-        claims_seconds: float = math.inf,
+        self, runtime: ConsumerRuntime, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
     ) -> None:
-        self._database = database
-        self._note = note
-        self._claims_seconds = claims_seconds
-        self._lease_seconds = lease_seconds
+        self._runtime = runtime
+        self._database = database = runtime.database
         self._poll_seconds = _POLL_SECONDS
         self.wake_up = WakeUp()
         self._run: Executor | None = None
@@ -211,7 +192,7 @@ class ConsumerSession:
         self._session_task = session_task
         self._instance = instance = uuid.uuid4()
         try:
-            groups = register(self._connected(), instance)
+            groups = runtime.register(self._connected(), instance)
         except BaseException:
             self._disconnect()
             self.wake_up.close()
@@ -222,21 +203,29 @@ class ConsumerSession:
             instance,
             groups,
             self._ownership,
-            lease_seconds=lease_seconds,
-            report=lambda: self.dispatcher.report(),
+            lease_seconds=runtime.lease_seconds,
+            report=lambda: self.dispatcher.calls.report(),
         )
         self.running_calls = noted_in or _running_calls(instance, groups)
         if noted_in is not None:
             noted_in.go_on_as(instance)
-        caller = Caller(invoker, codecs, self._finished, self.running_calls, share, claim=claim, wake=self.wake_up.set)
+        caller = Caller(
+            runtime.invoker,
+            runtime.codecs,
+            self._finished,
+            self.running_calls,
+            runtime.share,
+            claim=runtime.claim,
+            wake=self.wake_up.set,
+        )
         self.dispatcher = Dispatcher(
             instance,
             groups,
             self._ownership,
             caller.run,
-            lease_seconds=lease_seconds,
-            sharing_calls=sharing_calls,
-            threads=threads,
+            lease_seconds=runtime.lease_seconds,
+            sharing_calls=runtime.sharing_calls,
+            threads=runtime.threads,
         )
 
     @property
@@ -264,7 +253,7 @@ class ConsumerSession:
                 self._step()
                 if (now := time.monotonic()) >= beat_at:
                     heartbeat.beat(ready=True)
-                    self._note.worked()
+                    self._runtime.note.worked()
                     beat_at = now + _BEAT_SECONDS
                 if until():
                     return
@@ -278,7 +267,7 @@ class ConsumerSession:
                     return
                 failures, beat_at = failures + 1, 0.0
                 heartbeat.beat(ready=False)
-                self._note.failed(error)
+                self._runtime.note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
                 logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
                 self.wake_up.wait(pause)
@@ -293,22 +282,22 @@ class ConsumerSession:
         if session_task is not None and self._run is not None:
             with contextlib.suppress(psycopg.Error):
                 session_task.end(self._run)
-        self.dispatcher.drain(claims_seconds=self._claims_seconds)
-        give_up_at = time.monotonic() + self._lease_seconds
+        self.dispatcher.drain(claims_seconds=self._runtime.claims_seconds)
+        give_up_at = time.monotonic() + self._runtime.lease_seconds
 
         def over() -> bool:
             # Without a database, this process cannot store or release anything, so it ends and its leases expire.
             lost = self._run is None and time.monotonic() > give_up_at
-            return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
+            return self.dispatcher.is_drained or (lost and not self.dispatcher.calls.any_running)
 
         self.loop(until=over)
         self.coordinator.stop(self._lent())
-        self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
+        self.dispatcher.scheduler.stop(within_seconds=_THREADS_SECONDS)
         self._disconnect()
         self.wake_up.close()
 
     def _finished(self, work: HandlerCall) -> None:
-        if self.dispatcher.finished(work):
+        if self.dispatcher.calls.finished(work):
             self.wake_up.set()
 
     def _step(self) -> None:
@@ -319,8 +308,8 @@ class ConsumerSession:
         if self._has_stepped and session_task is not None and announcements is not None:
             decided, self._decided = self._decided, False
             ahead = self.dispatcher.fetch_ahead
-            if ahead.rows:
-                ahead.forget()
+            # Rows of a tick whose step has failed. The entries stay in the queues, and a later fetch reads them again.
+            ahead.rows = []
             # Notifications that arrive during the tick wait until the rows of its fetch are used. If one of another
             # leader were noted before, these rows would hide that its queue has grown again.
             if (found := session_task.lead(run, announcements, decided=decided, after=ahead)) is not None:
@@ -382,6 +371,7 @@ class ConsumerSession:
         """
         if self._run is None:
             connection = self._database.connect(name="outbox-consumer", direct=True)
+            run = Executor(connection, self._database.schema)
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
@@ -392,18 +382,18 @@ class ConsumerSession:
                     # process logs the error and connects again.
                     timeouts.limit_locks_for_session(connection)
                 if listening:
-                    queued = Channel.QUEUED.name_in(self._database.schema)
+                    queued = Channel.QUEUED.name_in(run.schema)
                     announcements = Announcements(connection, without_own=queued)
-                    listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
+                    listen(run, Channel.QUEUED, Channel.SHARED)
                     self._announcements = announcements
                     if self._session_task is not None:
-                        self._session_task.begin(Executor(connection, self._database.schema), self._instance)
+                        self._session_task.begin(run, self._instance)
             except BaseException:
                 connection.close()
                 raise
             # The notifications that were sent while there was no connection are lost, so any queue may have grown.
             self._grown = None
-            self._run = Executor(connection, self._database.schema)
+            self._run = run
             self._is_new = True
         return self._run
 
@@ -483,25 +473,19 @@ class ConsumerRuntime:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
         _check(subscriptions)
-        self._database = database
+        self.database = database
+        self.invoker = invoker
+        self.codecs = codecs or Codecs()
+        self.lease_seconds = lease_seconds
+        self.share = share
+        self.sharing_calls = sharing_calls if share is not None else 1
+        self.threads = threads
+        self.claim = claim
+        self.claims_seconds = claims_seconds
         self._subscriptions = list(subscriptions)
         self._session_task = session_task
         groups = sorted({subscription.group for subscription, _ in subscriptions})
-        self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
-        self._make_session = functools.partial(
-            ConsumerSession,
-            database,
-            self._register,
-            invoker=invoker,
-            codecs=codecs or Codecs(),
-            lease_seconds=lease_seconds,
-            note=self._note,
-            share=share,
-            sharing_calls=sharing_calls if share is not None else 1,
-            threads=threads,
-            claim=claim,
-            claims_seconds=claims_seconds,
-        )
+        self.note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set.
@@ -528,10 +512,10 @@ class ConsumerRuntime:
                 # A restore first empties the tables. So if this process has already registered once, it waits for the
                 # end of the restore.
                 if not (isinstance(error, BrokerUnavailable) or has_registered):
-                    self._note.failed(error, is_last=True)
+                    self.note.failed(error, is_last=True)
                     raise
                 failures += 1
-                self._note.failed(error)
+                self.note.failed(error)
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
@@ -540,12 +524,12 @@ class ConsumerRuntime:
                 now = time.monotonic()
                 inconsistent_since = now if inconsistent_since is None else inconsistent_since
                 if now - inconsistent_since >= INCONSISTENT_SECONDS:
-                    self._note.failed(error)
+                    self.note.failed(error)
                 heartbeat.beat(ready=True)
                 logger.warning("consuming waits for the end of other processes: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
             except OutboxError as error:
-                self._note.failed(error, is_last=True)
+                self.note.failed(error, is_last=True)
                 raise
             else:
                 failures, has_registered, noted_in = 0, True, session.running_calls
@@ -566,7 +550,7 @@ class ConsumerRuntime:
             session.running_calls.told_to_stop()
         session.finish()
         # A process that ends on purpose is not reported as failing.
-        self._note.worked()
+        self.note.worked()
         if hung:
             raise HandlersHung(
                 f"{hung}. Start the process again: it then tries the messages of the hanging handlers one by one."
@@ -579,7 +563,7 @@ class ConsumerRuntime:
         """
         session = self._session()
         try:
-            with naming("consuming", self._database.schema):
+            with naming("consuming", self.database.schema):
                 session.begin_pass()
                 session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
         finally:
@@ -590,10 +574,10 @@ class ConsumerRuntime:
     def _session(
         self, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
     ) -> ConsumerSession:
-        with naming("the registration of consumers", self._database.schema):
-            return self._make_session(session_task=session_task, noted_in=noted_in)
+        with naming("the registration of consumers", self.database.schema):
+            return ConsumerSession(self, session_task, noted_in)
 
-    def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
+    def register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
         install.check_schema(run.connection, run.schema)
         members.release_the_ended(run)
         found: dict[str, ConsumingGroup] = {}

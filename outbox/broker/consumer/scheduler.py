@@ -24,7 +24,7 @@ from uuid import UUID
 from outbox import hooks
 from outbox.broker.consumer.call import NOT_STARTED, HandlerCall, Result, RunCall, Sharing, may_join
 from outbox.broker.consumer.fetch import MESSAGE_ID
-from outbox.broker.consumer.lanes import ConcurrentLane, FetchedEntry, KeyOrderedLane, Lane, OrderlyLane
+from outbox.broker.consumer.lanes import ConcurrentLane, FetchedEntry, Lane, OrderedLane
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
 from outbox.broker.consumer.results import Outage
 from outbox.broker.database.executor import Executor
@@ -401,17 +401,6 @@ class Admission(Protocol):
         """Forget all that was given, because the server has begun a new life. Admit nothing before the next renewal."""
 
 
-def admission_of(subscribed: Subscribed) -> tuple[Any, type[Admission]] | None:
-    """Return the option of a subscription that decides when its calls start, and its kind of admission, if it has one.
-
-    Raises ImportError.
-    """
-    for option in subscribed.subscription.options:
-        if (path := hooks.admissions.get(type(option))) is not None:
-            return option, hooks.resolved(path)
-    return None
-
-
 # -- reports of parts ------------------------------------------------------------------------------
 
 
@@ -428,11 +417,6 @@ class ResultReport(Protocol):
         """Store what has changed since the last call. `key`: the ids of the group and the topic."""
 
 
-def _result_reports(subscription: Subscription) -> list[ResultReport]:
-    paths = (hooks.result_reports.get(type(option)) for option in subscription.options)
-    return [hooks.resolved(path)() for path in paths if path is not None]
-
-
 # -- subscriptions ---------------------------------------------------------------------------------
 
 
@@ -445,7 +429,6 @@ class SubscriptionRunner:
     def __init__(self, subscribed: Subscribed, scheduler: Scheduler, *, sharing_calls: int = 1) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
-        option, kind = admission_of(subscribed) or (None, None)
         self.lane: Final = _lane(subscription)
         # Messages from the retry queue have given up their order, so they wait in a concurrent lane.
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
@@ -460,10 +443,18 @@ class SubscriptionRunner:
             batches=subscription.batch > 1,
             sharing=Sharing(sharing_calls) if shares else None,
         )
-        # None if no option of the subscription decides when its calls start.
-        self.admission: Final = kind(option, subscribed, self.calls, self.lanes) if kind is not None else None
+        # None if no option of the subscription decides when its calls start. At most one does.
+        self.admission: Final[Admission | None] = next(
+            (
+                hooks.resolved(hooks.admissions[type(option)])(option, subscribed, self.calls, self.lanes)
+                for option in subscription.options
+                if type(option) in hooks.admissions
+            ),
+            None,
+        )
         self.outage: Final = Outage(subscription)
-        self.reports: Final = _result_reports(subscription)
+        paths = (hooks.result_reports.get(type(option)) for option in subscription.options)
+        self.reports: Final[list[ResultReport]] = [hooks.resolved(path)() for path in paths if path is not None]
         # Whether messages may wait in the lanes because no more calls may be submitted.
         self.backlog = False
         # The number of pauses of the outage that is stored for operators.
@@ -508,34 +499,22 @@ class SubscriptionRunner:
 
     def report(self, run: Executor, instance: UUID) -> None:
         """Store for operators what has changed since the last call: whether there is an outage, and what parts tell."""
-        if (pauses := self.outage.pauses) != self._reported:
-            self._report_outage(run, instance, pauses)
+        key, outage = self.subscribed.key, self.outage
+        if (pauses := outage.pauses) != self._reported:
+            if pauses:
+                now = time.monotonic()
+                ago, pause = now - outage.since, (outage.resume_at or now) - now
+                members.report_outage(run, instance, *key, outage.error, seconds_ago=ago, pause_seconds=pause)
+            else:
+                members.end_outage(run, instance, *key, has_succeeded=outage.has_succeeded)
+            self._reported = pauses
         for one in self.reports:
-            one.report(run, instance, self.subscribed.key)
-
-    def _report_outage(self, run: Executor, instance: UUID, pauses: int) -> None:
-        group_id, topic_id = self.subscribed.key
-        if pauses:
-            now = time.monotonic()
-            members.report_outage(
-                run,
-                instance,
-                group_id,
-                topic_id,
-                self.outage.error,
-                seconds_ago=now - self.outage.since,
-                pause_seconds=(self.outage.resume_at or now) - now,
-            )
-        else:
-            members.end_outage(run, instance, group_id, topic_id, has_succeeded=self.outage.has_succeeded)
-        self._reported = pauses
+            one.report(run, instance, key)
 
 
 def _lane(subscription: Subscription) -> Lane:
-    if subscription.mode is Mode.ORDERLY:
-        return OrderlyLane(subscription.batch)
-    if subscription.mode is Mode.KEY_ORDERED:
-        return KeyOrderedLane(subscription.batch)
+    if subscription.mode is not Mode.CONCURRENT:
+        return OrderedLane(subscription.batch, by_key=subscription.mode is Mode.KEY_ORDERED)
     for option in subscription.options:
         if option.has_lane:
             lane: Lane = hooks.resolved(hooks.lanes[type(option)])(option)

@@ -38,7 +38,7 @@ def test_a_beat_of_a_consumer_with_three_groups_is_one_statement(bench: Consumpt
         for _ in range(5):
             coordinator.run_once()
         assert round_trips() == 5
-    ownership.drain()
+    ownership.is_draining = True
     coordinator.stop()
 
 

@@ -74,7 +74,7 @@ def working(
     specs = []
     for number in range(1, count + 1):
         argument = json.dumps({"url": bench.url, "name": f"c{number}", "calls": str(folder / "calls"), **options})
-        argv = [sys.executable, "-m", "tests.broker.consumer.killer_process", argument]
+        argv = [sys.executable, "-m", "tests.broker.consumer.consumer_process", argument]
         specs.append(ChildSpec(name=f"c{number}", argv=argv, environment={"PYTHONPATH": str(ROOT)}, on_death=record))
     supervisor = Supervisor(specs, backoff=backoff, drain_seconds=drain_seconds)
     with bench.sequencing():

@@ -14,17 +14,14 @@ from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.failing import FailureNote, ProcessPart
-from outbox.codec import Codecs
 from outbox.message import Delivery
-from outbox.ports import call_handler
 from outbox.subscription import Subscription
 from tests.broker.bench import ConsumptionBench, Seen, keyed
 from tests.support import eventually
 
 
 def test_a_connection_on_which_listening_failed_is_closed(
-    database: BrokerDatabase, connection: BrokerConnection, monkeypatch: pytest.MonkeyPatch
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise psycopg.OperationalError("too many notifications in the NOTIFY queue")
@@ -32,19 +29,12 @@ def test_a_connection_on_which_listening_failed_is_closed(
     monkeypatch.setattr(runtime, "listen", fails)
     # The error is kept, with everything its frames refer to: no connection is closed by losing its last reference.
     with pytest.raises(psycopg.OperationalError) as kept:
-        ConsumerSession(
-            database,
-            lambda run, instance: [],
-            invoker=call_handler,
-            codecs=Codecs(),
-            lease_seconds=10,
-            note=FailureNote(database, ProcessPart.CONSUMING),
-        )
+        ConsumerSession(bench.runtime((Subscription(topic="orders", group="g"), Seen())))
     sessions = (
         "SELECT count(*) FROM pg_stat_activity "
         "WHERE application_name = 'outbox-consumer' AND datname = current_database()"
     )
-    eventually(lambda: connection.execute(sessions).fetchall() == [(0,)])
+    eventually(lambda: bench.rows(sessions) == [(0,)])
     assert kept.value is not None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID, uuid4
@@ -22,72 +21,50 @@ from outbox.broker.groups.registration import register
 from outbox.broker.operations.deletion import delete_group
 from outbox.errors import InvalidSubscription
 from outbox.message import Delivery, Message
-from outbox.subscription import Mode, Subscription, SubscriptionOption
-from tests.broker.bench import FIFO, ConsumptionBench, encode
+from outbox.subscription import Subscription, SubscriptionOption
+from tests.broker.bench import ConsumptionBench, encode
 from tests.support import eventually
 
 
-class After(SubscriptionOption):
-    """Start at most `most` calls, and none before the time `at` (time.monotonic)."""
+class Narrow(SubscriptionOption):
+    """Starts one call at a time until `wide` is set."""
 
-    def __init__(self, at: float, most: int = 100) -> None:
-        self.at, self.most, self.spent, self.lives = at, most, 0, 0
+    def __init__(self) -> None:
+        self.wide, self.spent, self.lives = threading.Event(), 0, 0
 
     def complaints(self, subscription: Subscription) -> Iterator[str]:
         if subscription.broadcast:
             yield "a broadcast group starts at once"
 
 
-class Opening:
-    """The admission of `After`."""
+class Widening:
+    """The admission of `Narrow`. The step in which it allows more calls fails."""
 
-    def __init__(self, option: After, subscribed: Subscribed, pool: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
+    waiting = 0
+
+    def __init__(self, option: Narrow, subscribed: Subscribed, calls: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
         assert subscribed.admission_lease is not None
-        self._option, self._lease, self._lanes = option, subscribed.admission_lease, lanes
-        pool.allow(None)
+        self._option, self._lease, self._calls, self._allowed = option, subscribed.admission_lease, calls, 1
+        calls.allow(1)
 
     def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
         self._lease.trusted_until = lease_clock() + term_seconds
+        if self._option.wide.is_set() and self._allowed == 1:
+            self._allowed = 2
+            self._calls.allow(2)
+            raise psycopg.OperationalError("the statement after it failed")
 
     def admits(self, now: float) -> bool:
-        return now >= self._option.at and self._option.spent < self._option.most
+        return True
 
     def spend(self, items: Sequence[FetchedEntry], now: float) -> None:
         self._option.spent += len(items)
 
     def next_at(self, now: float) -> float | None:
-        return self._option.at if now < self._option.at else None
-
-    @property
-    def waiting(self) -> int:
-        return sum(lane.waiting for lane in self._lanes)
+        return None
 
     def forget(self) -> None:
         self._option.lives += 1
-
-
-class Narrow(After):
-    """Starts one call at a time until `wide` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-        self.wide = threading.Event()
-
-
-class Widening(Opening):
-    """The admission of `Narrow`. The step in which it allows more calls fails."""
-
-    def __init__(self, option: Narrow, subscribed: Subscribed, calls: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
-        super().__init__(option, subscribed, calls, lanes)
-        self._wide, self._calls, self._allowed = option.wide, calls, 1
-        calls.allow(1)
-
-    def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
-        super().prepare(run, instance, now, term_seconds=term_seconds, may_start=may_start)
-        if self._wide.is_set() and self._allowed == 1:
-            self._allowed = 2
-            self._calls.allow(2)
-            raise psycopg.OperationalError("the statement after it failed")
 
 
 called: list[tuple[Any, ...]] = []
@@ -111,34 +88,13 @@ def expired(run: Executor) -> None:
 
 @pytest.fixture(autouse=True)
 def part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks.admissions, After, f"{__name__}.Opening")
+    monkeypatch.setitem(hooks.admissions, Narrow, f"{__name__}.Widening")
     rows = {name: f"{__name__}.{name}" for name in ("registered", "deleted", "process_ended", "expired")}
-    monkeypatch.setitem(hooks.subscription_rows, "after", hooks.SubscriptionRows(**rows))
+    monkeypatch.setitem(hooks.subscription_rows, "narrow", hooks.SubscriptionRows(**rows))
     called.clear()
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_messages_wait_in_their_lane_until_they_are_admitted(bench: ConsumptionBench, mode: Mode) -> None:
-    bench.declare("orders", queues=1, types=FIFO)
-    bench.publish([Message(topic="orders", key="a", body=encode({"n": n})) for n in range(4)])
-    option = After(time.monotonic() + 0.5, most=3)
-    started: list[tuple[int, float, int]] = []
-
-    def handle(delivery: Delivery) -> None:
-        started.append((delivery.body["n"], time.monotonic(), delivery.attempt))
-
-    subscription = Subscription(group="g", topic="orders", mode=mode, threads=1, options=[option])
-    with bench.running((subscription, handle)):
-        eventually(lambda: len(started) == 3 and bench.lag("g") == 1)
-    assert [(n, attempt) for n, _, attempt in started] == [(0, 1), (1, 1), (2, 1)]
-    assert all(at >= option.at for _, at, _ in started)
-    assert option.spent == 3 and option.lives >= 1
-
-
-def test_waiting_calls_start_when_more_are_allowed_even_if_that_step_fails(
-    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(hooks.admissions, Narrow, f"{__name__}.Widening")
+def test_waiting_calls_start_when_more_are_allowed_even_if_that_step_fails(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
     bench.publish([Message(topic="orders", body=encode({"n": n})) for n in range(2)])
     option, started, proceed = Narrow(), list[int](), threading.Event()
@@ -149,7 +105,7 @@ def test_waiting_calls_start_when_more_are_allowed_even_if_that_step_fails(
 
     with bench.running((Subscription(group="g", topic="orders", threads=2, options=[option]), handle)):
         eventually(lambda: option.spent == 2 and started != [])
-        assert started == [0]
+        assert (started, option.lives) == ([0], 1)
         option.wide.set()
         eventually(lambda: sorted(started) == [0, 1])
         proceed.set()
@@ -158,8 +114,7 @@ def test_waiting_calls_start_when_more_are_allowed_even_if_that_step_fails(
 
 def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
-    subscription = Subscription(group="g", topic="orders", options=[After(0.0)])
-    found = register(bench.run, subscription)
+    found = register(bench.run, Subscription(group="g", topic="orders", options=[Narrow()]))
     key = (found.group_id, found.topic_id)
     instance = uuid4()
     members.leave_groups(bench.run, instance)
@@ -169,17 +124,17 @@ def test_a_part_keeps_its_rows_in_step(bench: ConsumptionBench) -> None:
 
 
 def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Later(After):
+    class Later(Narrow):
         """Another option with an admission."""
 
-    monkeypatch.setitem(hooks.admissions, Later, f"{__name__}.Opening")
+    monkeypatch.setitem(hooks.admissions, Later, f"{__name__}.Widening")
     for options, broadcast, said in [
         ("running=2", False, "must be a list of options of parts"),
         (None, False, "must be a list of options of parts"),
         ([3], False, "3, which is no option of a part"),
-        ([After(0.0)], True, "a broadcast group starts at once"),
-        ([After(0.0), Later(0.0)], False, "only one option may decide when handler calls start"),
-        ([After(0.0), After(1.0)], False, "only one option may decide when handler calls start"),
+        ([Narrow()], True, "a broadcast group starts at once"),
+        ([Narrow(), Later()], False, "only one option may decide when handler calls start"),
+        ([Narrow(), Narrow()], False, "only one option may decide when handler calls start"),
     ]:
         with pytest.raises(InvalidSubscription, match=said):
             Subscription(group="g", topic="orders", options=options, broadcast=broadcast)  # type: ignore[arg-type]

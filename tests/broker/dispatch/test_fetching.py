@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 import pytest
 
+from outbox.broker.consumer import runtime
 from outbox.broker.consumer.fetch import Fetcher
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
 from outbox.message import Message
+from outbox.subscription import Subscription
 from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.groups.test_groups import message, messages, subscribe
 from tests.support import eventually
@@ -23,13 +29,6 @@ from tests.support import eventually
 def orders(bench: ConsumptionBench) -> ConsumptionBench:
     bench.declare("orders")
     return bench
-
-
-def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
-    sizes: list[int] = []
-    orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
-    orders.run_until_idle(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
-    assert sorted(sizes) == [10, 20_000, 300_000]
 
 
 def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> None:
@@ -43,8 +42,6 @@ def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> 
 
 
 def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) -> None:
-    from outbox.broker.database.connection import BrokerDatabase
-
     orders.database = BrokerDatabase(conninfo=orders.url, listen_conninfo="")
     seen = Seen()
     with orders.running((subscribe(), seen)):
@@ -73,3 +70,45 @@ def test_fetching_uses_primary_keys_with_any_statistics(orders: ConsumptionBench
     assert "Seq Scan" not in plan and "Hash" not in plan and "Sort" not in plan, plan
     assert plan.count("Index Scan using consume_queue_pkey") == 2, plan
     assert plan.count("Index Scan using commit_log_pkey") == 2, plan
+
+
+def test_messages_behind_many_others_are_fetched_without_a_wait(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fetched message fills the buffer, and no handler is called whose end would wake the process."""
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    orders.publish([Message(topic="orders", tag="other", body=encode({})) for _ in range(4_000)])
+    orders.publish([Message(topic="orders", tag="wanted", body=encode({"n": 0}))])
+    seen = Seen()
+    with orders.running((subscribe(filter="wanted"), seen)):
+        eventually(lambda: seen.ns == [0])
+
+
+def has_come(seen: Seen, n: int) -> bool:
+    return seen.ns[-1:] == [n]
+
+
+def test_a_subscription_is_served_while_another_one_has_a_backlog(bench: ConsumptionBench) -> None:
+    """All handlers of the flood wait, its lane is full, and thousands of its messages are not fetched yet."""
+    go_on = threading.Event()
+    started: list[None] = []
+
+    def wait(_: Any) -> None:
+        started.append(None)
+        assert go_on.wait(60)
+
+    bench.declare("flood")
+    bench.declare("calm")
+    bench.publish([Message(topic="flood", key=str(n % 100), body=encode({"n": n})) for n in range(5_000)])
+    seen = Seen()
+    flood = Subscription(topic="flood", group="flood", threads=2)
+    with bench.running((flood, wait), (Subscription(topic="calm", group="calm"), seen)):
+        try:
+            eventually(lambda: len(started) == 2)
+            for n in range(3):
+                bench.publish([Message(topic="calm", body=encode({"n": n}))])
+                eventually(partial(has_come, seen, n), what="the message of the other subscription")
+            assert len(started) == 2
+        finally:
+            go_on.set()
+        eventually(lambda: bench.lag("calm") == 0)

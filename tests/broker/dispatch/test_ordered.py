@@ -6,12 +6,15 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import pytest
 
-from outbox.broker.consumer.lanes import KeyOrderedLane
-from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.lanes import FetchedEntry, OrderedLane
+from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.database.executor import Executor
+from outbox.broker.groups.leases import Lease
+from outbox.broker.groups.offsets import Position
 from outbox.broker.operations import dead_letters, progress
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
@@ -106,23 +109,6 @@ def test_control_the_harness_notices_a_mode_without_order(steps: ConsumptionBenc
         harness.assert_order(10, 20)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("batch", [1, 100])
-@pytest.mark.parametrize("mode", ORDERED)
-def test_order_per_key_soak(steps: ConsumptionBench, mode: Mode, batch: int) -> None:
-    harness = OrderHarness(
-        lambda delivery: ValueError() if hash(delivery.message_id) % 997 == delivery.attempt else None
-    )
-    steps.publish(keyed("steps", 100_000, 1_000))
-    with steps.running((subscribe(mode, batch=batch), harness)):
-        eventually(lambda: all(len(set(ns)) == 100 for ns in harness.handled.values()), within_seconds=300)
-        eventually(lambda: steps.lag("g") == 0)
-    assert harness.overlaps == 0
-    # A batch that failed is handled again from its first message, since this handler has no transaction.
-    for ns in harness.handled.values():
-        assert list(dict.fromkeys(ns)) == list(range(100))
-
-
 @pytest.mark.parametrize("mode", ORDERED)
 def test_failure_suspends_and_order_still_holds(steps: ConsumptionBench, mode: Mode) -> None:
     """Every seventh message fails twice before it succeeds."""
@@ -183,38 +169,28 @@ def test_key_ordered_with_one_poisoned_key_all_others_finish(steps: ConsumptionB
     steps.assert_conserved("g")
 
 
-@pytest.mark.slow
-def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the offsets of its later messages are kept, and the queue is fetched far beyond the buffered messages."""
-    steps.declare("single", queues=1, types=FIFO)
-    healed = threading.Event()
-    harness = OrderHarness(lambda delivery: ValueError() if delivery.key == "bad" and not healed.is_set() else None)
-    messages = []
-    for n in range(1_200):
-        messages.append(Message(topic="single", key="bad", body=encode({"n": n})))
-    for n in range(100):
-        messages.append(Message(topic="single", key="good", body=encode({"n": n})))
-    steps.publish(messages)
-    lanes: list[KeyOrderedLane] = []
-    most: list[int] = []
-    original = KeyOrderedLane.end
+KEYS = ((0, "bad"), (1, "good"))
 
-    class Watching(KeyOrderedLane):
-        """Looks at what is kept in memory."""
 
-        def end(self, items: Any, again: Any) -> None:
-            lanes.append(self)
-            original(self, items, again)
-            queues: set[OwnedQueue] = {item.queue for serial in self._serials.values() for item in serial.items}
-            most.append(max((queue.buffered for queue in queues), default=0))
-
-    monkeypatch.setattr("outbox.broker.consumer.scheduler.KeyOrderedLane", Watching)
-    with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
-        eventually(lambda: len(harness.handled["good"]) == 100)
-        assert max(most) < 400
-        healed.set()
-        eventually(lambda: len(harness.handled["bad"]) == 1_200)
-    assert harness.handled["bad"] == list(range(1_200))
+def test_a_blocked_key_keeps_no_bodies_in_memory() -> None:
+    """Only the offsets of its later messages are kept, so the queue is fetched far beyond the buffered messages."""
+    group = ConsumingGroup(1, "g", broadcast=False)
+    subscribed = group.subscribe(subscribe(Mode.KEY_ORDERED), lambda _: None, 1)
+    queue = OwnedQueue(Lease((1, 1), 1, 0.0, UUID(int=0)), group, subscribed, "steps/0", Position(0, 0))
+    lane = OrderedLane(1, by_key=True)
+    bad, good = (
+        [FetchedEntry(queue, 10 * n + m, 0, key, ()) for n in range(3)] for m, key in enumerate(("bad", "good"))
+    )
+    queue.buffered = 6
+    lane.offer([*bad, *good])
+    assert lane.take(0.0) == bad[:1]
+    bad[0].due = 60.0
+    lane.end(bad[:1], bad[:1])
+    lane.offer(later := [FetchedEntry(queue, 100, 0, "bad", ())])
+    assert [item.row for item in (*bad, *later, *good)] == [(), None, None, None, (), (), ()]
+    assert queue.buffered == 3
+    assert [lane.take(0.0), lane.take(0.0)] == [good[:1], []]
+    assert lane.take(60.0) == bad[:1]
 
 
 @pytest.mark.parametrize("mode", ORDERED)

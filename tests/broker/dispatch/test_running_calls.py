@@ -80,8 +80,15 @@ os._exit(7)
 """
 
 
-def supervised(program: str, told: Any) -> Supervisor:
-    return Supervisor([ChildSpec(name="c", argv=[sys.executable, "-c", program], on_death=told)], backoff=QUICK)
+def supervised(*children: tuple[str, Any]) -> Supervisor:
+    """Children by the names c0, c1, …, each with its program and what is told of its deaths."""
+    return Supervisor(
+        [
+            ChildSpec(name=f"c{number}", argv=[sys.executable, "-c", program], on_death=told)
+            for number, (program, told) in enumerate(children)
+        ],
+        backoff=QUICK,
+    )
 
 
 def test_the_supervisor_records_a_death_before_it_restarts_and_repeats_until_it_is_stored() -> None:
@@ -93,49 +100,36 @@ def test_the_supervisor_records_a_death_before_it_restarts_and_repeats_until_it_
         if len(deaths) < 3:
             raise BrokerUnavailable
 
-    supervisor = supervised(NOTING, told)
+    supervisor = supervised((NOTING, told))
     supervisor.start()
     eventually(lambda: len(deaths) >= 4)
     supervisor.stop()
     assert deaths[0] is deaths[1] is deaths[2] and deaths[3] is not deaths[0]
     (death, left) = (deaths[0], deaths[0].left_behind)
-    assert (death.child, death.how, death.hung) == ("c", "exit code 7", False)
+    assert (death.child, death.how, death.hung) == ("c0", "exit code 7", False)
     assert left is not None and (left.instance.int, left.calls) == (1, [RunningCall(5, (11,), False)])
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import os; os.pwrite(int(os.environ['OUTBOX_RUNNING_CALLS_FD']), b'nonsense' * 9, 0); os._exit(7)",
-        "import os; os._exit(7)",
-    ],
-)
-def test_a_death_without_running_calls_is_recorded_too(program: str) -> None:
-    deaths: list[ChildDeath] = []
-    supervisor = supervised(program, deaths.append)
-    supervisor.start()
-    eventually(lambda: len(deaths) >= 2)
-    supervisor.stop()
-    assert deaths[0].left_behind is None
+def test_what_is_told_of_a_death_without_running_calls(tmp_path: Path) -> None:
+    """Notes that make no sense or are missing are none, a listener that fails keeps no child down, and a child that has
+    drained died of nothing."""
+    unreadable, silent, drained = list[ChildDeath](), list[ChildDeath](), list[ChildDeath]()
+    mark, of_drained = tmp_path / "runs", tmp_path / "drained"
 
-
-def test_a_listener_that_is_broken_does_not_keep_the_child_down(tmp_path: Path) -> None:
-    mark = tmp_path / "runs"
-
-    def told(death: ChildDeath) -> None:
+    def fails(death: ChildDeath) -> None:
         raise RuntimeError("told wrongly")
 
-    supervisor = supervised(f"open({str(mark)!r}, 'a').write('x'); exit(7)", told)
+    nonsense = "import os; os.pwrite(int(os.environ['OUTBOX_RUNNING_CALLS_FD']), b'nonsense' * 9, 0); os._exit(7)"
+    supervisor = supervised(
+        (nonsense, unreadable.append),
+        ("import os; os._exit(7)", silent.append),
+        (f"open({str(mark)!r}, 'a').write('x'); exit(7)", fails),
+        (f"open({str(of_drained)!r}, 'a').write('x')", drained.append),
+    )
     supervisor.start()
-    eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
+    eventually(lambda: len(unreadable) >= 2 and len(silent) >= 2)
+    for path in (mark, of_drained):
+        eventually(lambda path=path: path.exists() and len(path.read_text()) >= 3)  # type: ignore[misc]
     supervisor.stop()
-
-
-def test_a_child_that_drained_died_of_nothing(tmp_path: Path) -> None:
-    deaths: list[ChildDeath] = []
-    mark = tmp_path / "runs"
-    supervisor = supervised(f"open({str(mark)!r}, 'a').write('x')", deaths.append)
-    supervisor.start()
-    eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
-    supervisor.stop()
-    assert deaths == []
+    assert unreadable[0].left_behind is silent[0].left_behind is None
+    assert drained == []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 
-from outbox.broker.consumer.fetch import SECONDS_LEFT, Fetcher, Row
 from outbox.broker.maintenance import retention
 from outbox.broker.operations import audit, changes, dead_letters, summary
 from outbox.broker.operations.trace import EntryState, trace
@@ -20,7 +19,6 @@ from outbox.subscription import Effects, Mode, Start, Subscription
 from outbox.time_limit import TIMEOUT_HEADER
 from outbox.topic import MessageType
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.broker.bench import AT_ONCE, FIFO, ConsumptionBench, Seen, encode
 from tests.support import eventually
@@ -32,12 +30,6 @@ LATER = RetryPolicy(delays_seconds=[3600], max_attempts=5)
 def orders(bench: ConsumptionBench) -> ConsumptionBench:
     bench.declare("orders", queues=1)
     return bench
-
-
-@pytest.fixture
-def armed() -> Iterator[Any]:
-    yield faults.arm
-    faults.arm("")
 
 
 def subscribe(**options: Any) -> Subscription:
@@ -87,7 +79,10 @@ def assert_counted(bench: ConsumptionBench, expected: int, group: str = "g") -> 
 def test_no_handler_gets_a_message_after_its_limit(bench: ConsumptionBench, mode: Mode, batch: int) -> None:
     bench.declare("orders", queues=1, types=FIFO)
     seen = Seen()
-    bench.publish([message(n, "60" if n % 2 else "", key=f"k{n % 3}") for n in range(20)])
+    # The process loads large bodies late.
+    large = {"body": encode({"n": 1, "fill": "x" * 40_000})}
+    limited = [message(n, "60" if n % 2 else "", key=f"k{n % 3}", **(large if n == 1 else {})) for n in range(20)]
+    bench.publish(limited)
     let_limits_end(bench)
     bench.publish([message(n, key=f"k{n % 3}") for n in range(20, 24)])
     passes = bench.run_until_idle(subscribe(mode=mode, batch=batch), each(seen))
@@ -205,25 +200,6 @@ def test_a_message_whose_limit_ends_while_it_is_held_is_timed_out_when_it_is_rel
     assert_counted(bench, 1)
 
 
-def test_a_large_body_does_not_hide_the_limit(orders: ConsumptionBench) -> None:
-    seen = Seen()
-    orders.publish([message(1, body=encode({"n": 1, "fill": "x" * 40_000}))])
-    let_limits_end(orders)
-    orders.run_until_idle(subscribe(), seen)
-    assert seen.take() == []
-    assert_counted(orders, 1)
-
-
-def test_a_statement_whose_answer_was_lost_counts_once(orders: ConsumptionBench, armed: Any) -> None:
-    """The process does not know that the statement has worked, and executes it again."""
-    orders.publish([message(1)])
-    let_limits_end(orders)
-    armed("consumer.after_send_back=raise@1")
-    orders.run_until_idle(subscribe(), Seen())
-    assert_counted(orders, 1)
-    assert timed_out(orders) == [1]
-
-
 def test_what_is_recorded_before_a_crash_is_counted_once(orders: ConsumptionBench) -> None:
     """The process is gone after the row of `timed_out` and before the offset."""
     seen = Seen()
@@ -274,27 +250,10 @@ def test_a_header_of_another_form_in_a_stored_message_is_no_limit(orders: Consum
         assert seen.take() == [1]
 
 
-def test_without_a_limit_the_fetch_computes_nothing(orders: ConsumptionBench, monkeypatch: Any) -> None:
-    rows: list[Row] = []
-    fetch = Fetcher.fetch
-
-    def fetched(self: Fetcher, *given: Any) -> Sequence[Row]:
-        found = fetch(self, *given)
-        rows.extend(found)
-        return found
-
-    monkeypatch.setattr(Fetcher, "fetch", fetched)
-    orders.publish([message(1, ""), message(2, "", headers={"a": "b"}), message(3, "30")])
-    orders.run_until_idle(subscribe(), Seen())
-    lefts = [row[SECONDS_LEFT] for row in rows]
-    assert lefts[:2] == [None, None]
-    assert 0 < lefts[2] <= 30
-
-
-@pytest.mark.parametrize("text", ["0", "0.0", "-1", "soon", "1e9", "", "1234567890", "1\n"])
-def test_a_wrong_limit_is_refused(text: str) -> None:
-    with pytest.raises(InvalidMessage, match="positive number of seconds"):
-        message(1, headers={TIMEOUT_HEADER: text})
+def test_a_wrong_limit_is_refused() -> None:
+    for text in ("0", "0.0", "-1", "soon", "1e9", "", "1234567890", "1\n"):
+        with pytest.raises(InvalidMessage, match="positive number of seconds"):
+            message(1, headers={TIMEOUT_HEADER: text})
 
 
 def test_a_limit_beyond_the_retention_of_the_topic_is_refused(orders: ConsumptionBench) -> None:
@@ -303,7 +262,8 @@ def test_a_limit_beyond_the_retention_of_the_topic_is_refused(orders: Consumptio
     orders.publish([message(1, "259200")])
 
 
-def test_the_trace_shows_it(orders: ConsumptionBench) -> None:
+def test_trace_and_summary_show_it(orders: ConsumptionBench) -> None:
+    """Also a summary of an earlier version is read."""
     one = message(1)
     orders.publish([one])
     let_limits_end(orders)
@@ -311,6 +271,13 @@ def test_the_trace_shows_it(orders: ConsumptionBench) -> None:
     found = trace(orders.run, one.message_id)
     assert found is not None
     assert [entry.state for entry in found.entries] == [EntryState.TIMED_OUT]
+    assert [rest.timed_out for rest in summary.refresh(orders.run).rests] == [1]
+    assert [rest.timed_out for rest in summary.read(orders.run).rests] == [1]
+    orders.connection.execute(
+        "UPDATE outbox.summary SET facts = jsonb_set(facts, '{rests}', replace(replace((facts -> 'rests')::text,"
+        " ', \"timed_out\"]', ']'), ', 1]', ']')::jsonb)"
+    )
+    assert [rest.timed_out for rest in summary.read(orders.run).rests] == [0]
 
 
 def test_retention_removes_the_row_and_keeps_the_count(orders: ConsumptionBench) -> None:
@@ -326,19 +293,6 @@ def test_retention_removes_the_row_and_keeps_the_count(orders: ConsumptionBench)
     assert timed_out(orders) == []
     assert orders.rows("SELECT count(*) FROM outbox.timed_out") == [(0,)]
     assert_counted(orders, 1)
-
-
-def test_the_summary_counts_it_and_reads_what_an_earlier_version_stored(orders: ConsumptionBench) -> None:
-    orders.publish([message(1)])
-    let_limits_end(orders)
-    orders.run_until_idle(subscribe(), Seen())
-    assert [rest.timed_out for rest in summary.refresh(orders.run).rests] == [1]
-    assert [rest.timed_out for rest in summary.read(orders.run).rests] == [1]
-    orders.connection.execute(
-        "UPDATE outbox.summary SET facts = jsonb_set(facts, '{rests}', replace(replace((facts -> 'rests')::text,"
-        " ', \"timed_out\"]', ']'), ', 1]', ']')::jsonb)"
-    )
-    assert [rest.timed_out for rest in summary.read(orders.run).rests] == [0]
 
 
 def test_a_statement_of_sql_publishes_a_limit_and_refuses_a_wrong_one(orders: ConsumptionBench) -> None:

@@ -16,20 +16,13 @@ from typing import Final
 
 import django
 
-from outbox import hooks
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
 from outbox.contrib.django.operations import signals
-from outbox.contrib.django.worker.roles import SHARED_LEAD, Role, known_roles
-from outbox.contrib.django.worker.workers import (
-    run_broker_and_check_roles,
-    run_broker_role,
-    run_check_role,
-    run_consumer_role,
-    run_monitor_role,
-)
-from outbox.errors import ConfigurationError, HandlersHung, OutboxError
+from outbox.contrib.django.worker import workers
+from outbox.contrib.django.worker.roles import SHARED_LEAD, Role, refuse_unknown
+from outbox.errors import HandlersHung, OutboxError
 from outbox.utils.safe_text import printable
 
 # If handlers hang, the process is killed after this number of seconds.
@@ -58,7 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     stop_on_signals(stop)
     stop_with_parent(stop)
     try:
-        set_up(name)
+        try:
+            # Django configures the logging of the project. If its set-up fails, the worker still has a log.
+            django.setup()
+        finally:
+            write_log(name)
         run_roles(options.roles, stop, groups=options.group, shared_lead=options.shared_lead)
     except HandlersHung as error:
         logger.error("%s", error)
@@ -73,46 +70,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def set_up(name: str) -> None:
-    """Set up Django, then the log.
-
-    Django itself configures the project's logging. If the set-up of Django fails, the log of the worker is still set
-    up.
-    """
-    try:
-        django.setup()
-    finally:
-        write_log(name)
-
-
 def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool = False) -> None:
     """Run roles of a worker in this process until `stop` is set.
 
     `shared_lead` is True if the option `SHARED_LEAD` was given.
     """
-    if unknown := [role for role in roles if role not in known_roles()]:
-        raise ConfigurationError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known_roles())}.")
+    refuse_unknown(roles)
     name = " and ".join(roles)
     logger.info("%s starts", name)
     with signals.working(roles):
-        _run_roles(roles, stop, groups=groups, shared_lead=shared_lead)
+        if Role.CONSUMER in roles:
+            tune_garbage_collector()
+        workers.run_roles(roles, stop, names=groups, shared_lead=shared_lead)
     logger.info("%s drained and ends", name)
-
-
-def _run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool) -> None:
-    if roles[0] in hooks.roles:
-        hooks.resolved(hooks.roles[roles[0]].run)(stop, groups)
-    elif Role.CONSUMER in roles:
-        tune_garbage_collector()
-        run_consumer_role(stop, groups=groups, leads=shared_lead)
-    elif Role.MONITOR in roles:
-        run_monitor_role(stop)
-    elif len(set(roles)) > 1:
-        run_broker_and_check_roles(stop, stands_in=shared_lead)
-    elif Role.BROKER in roles:
-        run_broker_role(stop, stands_in=shared_lead)
-    else:
-        run_check_role(stop)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ def known_roles() -> list[str]:
     return [*Role, *hooks.roles]
 
 
+def refuse_unknown(roles: Sequence[str]) -> None:
+    """Raise ConfigurationError if a role is unknown."""
+    if unknown := [role for role in roles if role not in known_roles()]:
+        raise ConfigurationError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known_roles())}.")
+
+
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
     """Return the supervisor of a worker's processes. Raises ConfigurationError if a process could never work."""
     specs = child_specs(roles)
@@ -73,9 +79,8 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
     """
     refuse_processes_in_tests()
+    refuse_unknown(roles)
     settings = get_settings()
-    if unknown := [role for role in roles if role not in known_roles()]:
-        raise ConfigurationError(f"there is no role {', '.join(unknown)}; choose from {', '.join(known_roles())}.")
     needed = [name for name, one in hooks.roles.items() if one.is_needed and hooks.resolved(one.is_needed)()]
     wanted = set(roles) or {*Role, *needed} - {Role.MONITOR}
     engine = engine_of(settings)

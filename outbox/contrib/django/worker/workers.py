@@ -48,22 +48,22 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 
 
 def consumer_runtime(
-    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None, leads: bool = False
+    *,
+    groups: Sequence[str] = (),
+    wrap: Callable[[AnyHandler], AnyHandler] | None = None,
+    leads: bool = False,
+    is_prepared: bool = False,
 ) -> Consumers:
     """Return the consumers of the project's subscribers. For each handler, `wrap` returns the function to call.
 
     With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). First it
-    does what parts do before a process consumes (`hooks.add_preparation`).
+    does what parts do before a process consumes (`hooks.add_preparation`), unless the caller has done it.
 
     Raises ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
     subscriber. Raises the errors of the preparations.
     """
-    prepare_to_consume()
-    return _consumers(groups, wrap, leads=leads)
-
-
-def _consumers(groups: Sequence[str], wrap: Callable[[AnyHandler], AnyHandler] | None, *, leads: bool) -> Consumers:
-    """Do the same as `consumer_runtime`, after the caller has done the preparations."""
+    if not is_prepared:
+        prepare_to_consume()
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
@@ -81,7 +81,7 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
     """
     wait_until_prepared(stop)
     if not stop.is_set():
-        consumers = _consumers(groups, None, leads=leads)
+        consumers = consumer_runtime(groups=groups, leads=leads, is_prepared=True)
         # This thread needs no session any more: each handler thread has its own.
         connections.close_all()
         consumers.run(stop)
@@ -114,12 +114,6 @@ def wait_until_prepared(stop: threading.Event) -> None:
                     "consuming cannot begin yet: %s failed, trying again in %.1f s: %s", what, pause, shown_text(error)
                 )
                 stop.wait(pause)
-
-
-def run_monitor_role(stop: threading.Event) -> None:
-    """Answer the requests at HEALTH_ADDRESS until `stop` is set."""
-    with probes.served():
-        stop.wait()
 
 
 def _compare_topics() -> None:
@@ -207,6 +201,29 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
         raise failed[0]
 
 
+def run_roles(
+    roles: Sequence[str], stop: threading.Event, *, names: Sequence[str] = (), shared_lead: bool = False
+) -> None:
+    """Run one role of the core or of a part, or broker and check, in this process until `stop` is set.
+
+    `names`: what the role works for, such as groups; empty for all. `shared_lead`: whether the consumer process of the
+    worker leads, and its broker process is the standby.
+    """
+    if (part := hooks.roles.get(roles[0])) is not None:
+        hooks.resolved(part.run)(stop, names)
+    elif Role.CONSUMER in roles:
+        run_consumer_role(stop, groups=names, leads=shared_lead)
+    elif Role.MONITOR in roles:
+        with probes.served():
+            stop.wait()
+    elif len(set(roles)) > 1:
+        run_broker_and_check_roles(stop, stands_in=shared_lead)
+    elif Role.BROKER in roles:
+        run_broker_role(stop, stands_in=shared_lead)
+    else:
+        run_check_role(stop)
+
+
 def run_all(stop: threading.Event) -> None:
     """Run all roles in their own processes, under a supervisor, until `stop` is set."""
     log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
@@ -219,29 +236,3 @@ def run_all(stop: threading.Event) -> None:
         # On a second Ctrl-C end the processes at once, because the operator does not want to wait.
         processes.kill()
         raise
-
-
-def _by_itself(name: str, role: Callable[[], None]) -> None:
-    with probes.alone(name):
-        role()
-
-
-RunRole = Callable[[threading.Event, Sequence[str]], None]
-
-# The functions of `outbox_worker --role`, by role. Each function gets the stop event and the group names.
-_ROLES: Final[Mapping[str, RunRole]] = {
-    "all": lambda stop, groups: run_all(stop),
-    Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
-    Role.CONSUMER: lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
-    Role.CHECK: lambda stop, groups: run_check_role(stop),
-    Role.MONITOR: lambda stop, groups: run_monitor_role(stop),
-}
-
-
-def roles_by_name() -> Mapping[str, RunRole]:
-    """Return the function of each role, of the core and of parts. It gets the stop event and the names for the role."""
-
-    def of_part(name: str, role: hooks.Role) -> RunRole:
-        return lambda stop, names: _by_itself(name, lambda: hooks.resolved(role.run)(stop, names))
-
-    return {**_ROLES, **{name: of_part(name, role) for name, role in hooks.roles.items()}}

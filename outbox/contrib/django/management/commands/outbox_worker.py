@@ -16,8 +16,10 @@ from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import signals
+from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
-from outbox.contrib.django.worker.workers import roles_by_name
+from outbox.contrib.django.worker.roles import Role, known_roles
+from outbox.contrib.django.worker.workers import run_all, run_roles
 from outbox.errors import HandlersHung
 
 _HUNG_SECONDS: Final = 5.0
@@ -29,7 +31,7 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
             "--role",
-            choices=sorted(roles_by_name()),
+            choices=sorted(["all", *known_roles()]),
             default="all",
             help="; ".join(
                 [
@@ -69,10 +71,13 @@ class Command(OutboxCommand):
         try:
             if options["until_drained"]:
                 self._until_drained(stop)
+            elif role == "all":
+                # The supervisor does no work of its own: each of its processes sends its signals.
+                run_all(stop)
             else:
-                # The supervisor of the role `all` does no work of its own: each of its processes sends its signals.
-                with nullcontext() if role == "all" else signals.working([role]):
-                    roles_by_name()[role](stop, _names(options))
+                has_probe = role not in (Role.CHECK, Role.MONITOR)
+                with signals.working([role]), probes.alone(role) if has_probe else nullcontext():
+                    run_roles([role], stop, names=_names(options))
         except HandlersHung:
             end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
             raise
