@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+_BY_KEY: Final = (
+    "`mqadmin queryMsgByKey` finds messages by id and by key; the table `outbox_inbox` says who handled one."
+)
 _LEDGER_DECIDES: Final = (
     "RocketMQ asks about undecided transactions, and the ledger answers. Start a worker; `outbox_transaction list` "
     "shows what is undecided."
@@ -35,8 +38,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
+    "outbox_message show": _BY_KEY,
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
-    "outbox_message list": "`outbox_message show` finds a message by its id, and `mqadmin queryMsgByKey` by its key.",
+    "outbox_message list": _BY_KEY,
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "
     "check whether the message still matters.",
     "outbox_message redeliver": "Delete the row of the group's inbox, then `mqadmin resetOffsetByTime`.",
@@ -58,7 +62,8 @@ COMMANDS: Final[Mapping[str, str]] = {
 _OVERVIEW: Final = "The overview page shows this for RocketMQ."
 PAGES: Final[Mapping[str, str]] = {
     "history": "Draw the metrics with Grafana.",
-    "search": "Use `mqadmin queryMsgByKey`, or `outbox_message show`.",
+    "search": _BY_KEY,
+    "message": _BY_KEY,
     "undecided": _OVERVIEW,
     "dead_letters": _OVERVIEW,
     "waiting": "RocketMQ does not list waiting messages; the overview page shows the number of retries per group.",
