@@ -108,7 +108,6 @@ OTHER_COMMANDS: Final = {
         "outbox_reconcile",
         "outbox_repair",
         "outbox_install",
-        "outbox_endpoint",
         "outbox_receiver",
     ),
     "outbox_subject_key",

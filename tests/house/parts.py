@@ -101,14 +101,11 @@ PARTS: Final = (
         r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
         ("contrib/forwarding/",),
         tests=(
-            *("django/faults_of_forwarding.py", "django/test_endpoints.py", "django/test_forward.py", "sinks/"),
-            "django/cases_of_forwarding.py",
+            "django/test_forward.py",
+            "sinks/",
             # About other parts; each also uses forwarding.
             *("django/test_engines.py", "django/test_erasure.py", "django/test_erasure_outage.py"),
-            *("django/test_large_bodies.py", "django/console/test_hostile_values.py"),
-            *("django/console/test_in_a_browser.py", "django/console/test_languages.py"),
-            *("django/console/test_listings.py", "django/console/test_remedies.py"),
-            "django/console/test_state_of_the_broker.py",
+            "django/test_large_bodies.py",
         ),
     ),
     Part(

@@ -18,7 +18,6 @@ _LEDGER_DECIDES: Final = (
     "shows what is undecided."
 )
 _MQADMIN: Final = "Use RocketMQ's own tool:"
-_ON_POSTGRES: Final = "Run it with settings whose BROKER is the alias of a broker in PostgreSQL."
 _PUBLISH_ANEW: Final = "Publish the corrected message anew, then `outbox_dead_letter discard`."
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -26,8 +25,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_audit compare": "RocketMQ deletes messages by age, so a missing one proves nothing. Keep backups of it.",
     "outbox_dead_letter edit": _PUBLISH_ANEW,
     "outbox_dead_letter redirect": _PUBLISH_ANEW,
-    "outbox_endpoint list": _ON_POSTGRES,
-    "outbox_endpoint enable": _ON_POSTGRES,
     "outbox_erase": "RocketMQ changes no stored message: publish with `Subject`, then `outbox_subject_key delete`.",
     "outbox_finding repair": "Publish the missing messages again from a task of your own.",
     "outbox_group offsets": f"{_MQADMIN} `mqadmin consumerProgress`.",
@@ -73,7 +70,6 @@ PAGES: Final[Mapping[str, str]] = {
     "topics": _OVERVIEW,
     "topic": _OVERVIEW,
     "schedules": "Use Celery beat.",
-    "endpoints": _ON_POSTGRES,
     "incidents": "The log of each process has them.",
 }
 
