@@ -18,13 +18,11 @@ _LEDGER_DECIDES: Final = (
     "shows what is undecided."
 )
 _MQADMIN: Final = "Use RocketMQ's own tool:"
-_PUBLISH_ANEW: Final = "Publish the corrected message anew, then `outbox_dead_letter discard`."
 
 COMMANDS: Final[Mapping[str, str]] = {
     "outbox_audit": "`outbox_status` shows the counts that RocketMQ has.",
     "outbox_audit compare": "RocketMQ deletes messages by age, so a missing one proves nothing. Keep backups of it.",
-    "outbox_dead_letter edit": _PUBLISH_ANEW,
-    "outbox_dead_letter redirect": _PUBLISH_ANEW,
+    "outbox_dead_letter edit": "Publish the corrected message anew, then `outbox_dead_letter discard`.",
     "outbox_erase": "RocketMQ changes no stored message: publish with `Subject`, then `outbox_subject_key delete`.",
     "outbox_finding repair": "Publish the missing messages again from a task of your own.",
     "outbox_group offsets": f"{_MQADMIN} `mqadmin consumerProgress`.",
@@ -35,12 +33,12 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
-    "outbox_message show": _BY_KEY,
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
     "outbox_message list": _BY_KEY,
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "
     "check whether the message still matters.",
     "outbox_message redeliver": "Delete the row of the group's inbox, then `mqadmin resetOffsetByTime`.",
+    "outbox_message show": _BY_KEY,
     "outbox_process list": "`mqadmin consumerConnection` lists the clients of the proxies.",
     "outbox_reconcile": "Reconciliation reads PostgreSQL only. Compare the tables of both services by SQL.",
     "outbox_repair": "Publish the missing messages again from a task of your own.",
