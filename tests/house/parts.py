@@ -34,9 +34,7 @@ PARTS: Final = (
         "blocked keys",
         r"blocked_keys\b|blocking_message|blockkey|keyblocked|follow_dead_letter",
         ("contrib/blocked_keys/",),
-        tests=(
-            *("django/cases_of_blocked_keys.py", "django/faults_of_blocked_keys.py", "django/test_blocked_keys.py"),
-        ),
+        tests=("django/faults_of_blocked_keys.py", "django/test_blocked_keys.py"),
     ),
     Part(
         "console",
