@@ -189,7 +189,7 @@ PARTS: Final = (
         "schedules",
         # The table `scheduled` has messages that wait, and `schedule_id` is its key.
         r"\bschedules\b(?! (?:a|it)\b)|schedule_late|outbox[_-]schedule\b|\}\.schedule\b|table schedule\b"
-        r"|schedule\.after|run_schedule|declared_?schedule|scheduled_functions|@scheduled",
+        r"|schedule\.after|run_schedule|declared_?schedule",
         ("contrib/schedules/",),
         (
             *("broker/schedules/", "django/cases_of_schedules.py", "django/console/test_schedules_page.py"),
