@@ -108,29 +108,6 @@ def test_a_failed_message_starts_again_after_the_process_has_given_its_slots_bac
         eventually(lambda: attempts == [1, 2], within_seconds=30)
 
 
-@pytest.mark.slow
-def test_messages_of_an_outage_start_after_its_pause(bench: ConsumptionBench) -> None:
-    began = time.monotonic()
-    handled: list[int] = []
-
-    def handle(delivery: Delivery) -> None:
-        if time.monotonic() - began < 4.0:
-            raise ConnectionError("the service is away")
-        handled.append(delivery.body["n"])
-
-    bench.declare("orders", queues=1)
-    bench.publish([Message(topic="orders", body=encode({"n": n})) for n in range(5)])
-    subscription = Subscription(
-        group="g",
-        topic="orders",
-        options=[Limits(running=2, rate="1000/s")],
-        retry=RetryPolicy(delays_seconds=[4.0] * 9),
-    )
-    with bench.sequencing(), bench.running((subscription, handle)):
-        eventually(lambda: len(handled) == 5, within_seconds=40)
-        eventually(lambda: bench.lag("g") == 0)
-
-
 @pytest.mark.parametrize("limits", [Limits(running=2), Limits(per_key=1), Limits(rate="1000/s")])
 def test_a_paused_subscription_sleeps_and_holds_no_slots(bench: ConsumptionBench, limits: Limits) -> None:
     process = Process(bench, limits)

@@ -160,3 +160,45 @@ def test_a_change_takes_effect_without_a_restart(orders: ConsumptionBench, spawn
     assert orders.rows(later, changed_at) == [(1,)]
     orders.connection.execute("UPDATE outbox.subscription_limit SET override = NULL")
     eventually(lambda: slots_held(orders) == 6)
+
+
+# -- the rate, measured with the clock of the database ---------------------------------------------
+
+RATE = 20
+
+
+def started_within(bench: ConsumptionBench, seconds: float) -> int:
+    """How many calls began within this time after the first call."""
+    return int(
+        bench.rows(
+            "SELECT count(*) FROM span WHERE began < (SELECT min(began) FROM span) + make_interval(secs => %s)", seconds
+        )[0][0]
+    )
+
+
+def passed(bench: ConsumptionBench, seconds: float) -> bool:
+    return bool(
+        bench.rows("SELECT clock_timestamp() > min(began) + make_interval(secs => %s) FROM span", seconds)[0][0]
+    )
+
+
+def test_two_processes_together_never_exceed_the_rate(orders: ConsumptionBench, spawn: Spawn) -> None:
+    for name in "ab":
+        spawn(name, limits={"rate": f"{RATE}/s"})
+    orders.wait_for_shares(3, 3)
+    orders.publish(keyed("orders", 200, 60))
+    eventually(lambda: passed(orders, 3.0))
+    # A call begins up to some milliseconds after its token is due, so the first call may be late.
+    assert started_within(orders, 3.0) <= 3 * RATE + 2
+    assert orders.rows("SELECT count(DISTINCT name) FROM span") == [(2,)]
+
+
+@pytest.mark.slow
+def test_the_rate_is_exact_within_two_per_cent_through_a_kill(orders: ConsumptionBench, spawn: Spawn) -> None:
+    killed, _ = (spawn(name, limits={"rate": f"{RATE}/s"}) for name in "ab")
+    orders.wait_for_shares(3, 3)
+    orders.publish(keyed("orders", 4_000, 60))
+    eventually(lambda: passed(orders, 20.0), within_seconds=60)
+    killed.kill()
+    eventually(lambda: passed(orders, 60.0), within_seconds=90)
+    assert started_within(orders, 60.0) == pytest.approx(60 * RATE, rel=0.02)

@@ -208,22 +208,11 @@ ZONES = st.sampled_from(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(fields=FIELDS, timezone=ZONES, begin=BEGINS)
 def test_due_moments_are_those_of_a_clock_that_is_read_every_minute(
     fields: Fields, timezone: str, begin: datetime
 ) -> None:
-    agrees_with_the_clock(fields, timezone, begin)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(fields=FIELDS, timezone=ZONES, begin=BEGINS)
-def test_due_moments_of_many_expressions(fields: Fields, timezone: str, begin: datetime) -> None:
-    agrees_with_the_clock(fields, timezone, begin)
-
-
-def agrees_with_the_clock(fields: Fields, timezone: str, begin: datetime) -> None:
     until = begin + timedelta(days=2)
     found = takewhile(lambda due: due <= until, Cron(fields.expression, timezone).after(begin))
     assert list(found) == list(by_minutes(fields, ZoneInfo(timezone), begin, until))
