@@ -70,8 +70,6 @@ OVERVIEW_PAGE: Final = "rocketmq"
 # the former type of a changed topic.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
-# The page of the overview lists so many.
-_MOST_HALVES: Final = 50
 _CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
 # An operator waits for the answer, and a page has a deadline of 5 s.
 _ANSWER_SECONDS: Final = 2.0
@@ -97,11 +95,6 @@ class ServerFigures:
     def unsettled(self) -> list[tuple[str, int]]:
         """The groups with dead letters that no operator has settled, and their numbers."""
         return [(group, count) for group, count in self.dead.items() if count]
-
-    @property
-    def oldest_halves(self) -> Sequence[OpenHalf]:
-        """The undecided half messages that the page lists."""
-        return self.halves[:_MOST_HALVES]
 
     def headline(self) -> str:
         """The producer group with its undecided half messages."""
