@@ -37,7 +37,6 @@ PAGES = {
     "delayed messages": "waiting/?delayed=yes",
     "groups that are behind": "groups/?state=behind",
     "schedules": "schedules/",
-    "endpoints": "endpoints/",
     "findings": "findings/",
     "incidents": "incidents/",
     "audit": "audit/",

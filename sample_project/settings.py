@@ -113,6 +113,7 @@ OUTBOX: dict[str, Any] = {
         "statement.due": {"queue_count": 1},
         "offer.made": {"queue_count": 1},
     },
+    "SCHEDULES": {"statement": {"cron": "0 3 * * *", "timezone": "Europe/Berlin", "topic": "statement.due"}},
     "HANDLER_MIDDLEWARE": ["sample_project.request_id.of_delivery"],
     "LEASE_SECONDS": float(os.environ.get("SAMPLE_LEASE_SECONDS", "10")),
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),

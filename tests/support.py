@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import psycopg
+
+from outbox.utils import faults
 
 Value = TypeVar("Value")
 
@@ -32,6 +36,19 @@ def eventually(
             text = what() if callable(what) else what
             raise AssertionError(f"not within {within_seconds} s: {text or condition}; last value: {value!r}")
         pause.wait(min(max(0.02, 2 * (now - began)), 0.1))
+
+
+def killed(work: Callable[[], object], fault: str) -> bool:
+    """Whether a forked child that does this work was killed by a fault (`point=kill@visit`)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faults.arm(fault)
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def let_in(url: str, user: str) -> Path:

@@ -15,14 +15,13 @@ import outbox.contrib.django
 from outbox import errors
 from outbox.contrib.django import message, subscriber, transactional_message
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.schedules import scheduled
 from spark.judging.remedies import REMEDIES
 from spark.rules.rule import FAULTS, FindingClass
 from tests.part_apps import command_files
 from tests.wheel import ROOT
 
 # The functions whose parameters the reference shows.
-FUNCTIONS = (outbox.contrib.django.publish, message, subscriber, scheduled, transactional_message)
+FUNCTIONS = (outbox.contrib.django.publish, message, subscriber, transactional_message)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,9 +10,9 @@ Declarations need neither Django nor a database: Spark reads them, too. To publi
 """
 
 from outbox import hooks
-from outbox.events.declaration import Compatibility, UnknownEventVersion, event, upcast
+from outbox.events.declaration import UnknownEventVersion, event, upcast
 
-__all__ = ["Compatibility", "UnknownEventVersion", "event", "upcast"]
+__all__ = ["UnknownEventVersion", "event", "upcast"]
 
 # Until the app takes this place, the use of an event is refused: its bodies would reach handlers as they are stored.
 hooks.message_types.setdefault(

@@ -3,21 +3,21 @@
 A version may have several revisions: schemas that understand each other. `write` adds a revision when a type has
 changed in a way that the check allows. The check compares with all revisions, because messages of each may be stored.
 
-The default is "full", because old and new code of a project run side by side. A comparison with the last schema only
-would let a field go and come back with another type.
+Old and new code of a project run side by side, so each must read what the other writes. A comparison with the last
+schema only would let a field go and come back with another type.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from outbox.errors import ConfigurationError
 from outbox.events.compatibility import Difference, Schema, differences
-from outbox.events.declaration import Compatibility, EventType, events, leads_to, schema_id
+from outbox.events.declaration import EventType, events, leads_to, schema_id
 
 _SUFFIX: Final = ".json"
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -41,7 +41,6 @@ class Contract:
 
     name: str
     topic: str
-    compatibility: Compatibility
     versions: dict[int, list[Revision]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +48,6 @@ class Contract:
         return {
             "event": self.name,
             "topic": self.topic,
-            "compatibility": str(self.compatibility),
             "versions": {str(at): [one.as_json() for one in self.versions[at]] for at in sorted(self.versions)},
         }
 
@@ -73,8 +71,8 @@ def declared_contracts() -> dict[str, Contract]:
     """Return the contracts of the types that this process declares, by event."""
     found: dict[str, Contract] = {}
     for one in events():
-        contract = found.setdefault(one.name, Contract(one.name, one.topic, one.compatibility))
-        contract.topic, contract.compatibility = one.topic, one.compatibility
+        contract = found.setdefault(one.name, Contract(one.name, one.topic))
+        contract.topic = one.topic
         contract.versions[one.version] = [Revision(one.shape.written, one.shape.accepted)]
     return found
 
@@ -89,7 +87,7 @@ def read_contracts(folder: Path) -> dict[str, Contract]:
                 int(at): [Revision(one["schema"], one.get("accepts", one["schema"])) for one in revisions]
                 for at, revisions in given["versions"].items()
             }
-            contract = Contract(given["event"], given["topic"], Compatibility(given["compatibility"]), versions)
+            contract = Contract(given["event"], given["topic"], versions)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"{path} is no contract of an event: {type(error).__name__}: {error}. Take the file back from your "
@@ -108,7 +106,7 @@ def check(committed: Mapping[str, Contract], today: Mapping[str, Contract]) -> l
             current = new.versions.get(version) if new is not None else None
             if new is not None and current is not None:
                 for one in revisions:
-                    problems += _of_one_version(name, version, new.compatibility, one, current[-1])
+                    problems += _of_one_version(name, version, one, current[-1])
             if new is None or version < max(new.versions):
                 problems += _of_an_old_version(name, version, today)
             elif current is None:
@@ -147,13 +145,11 @@ def _not_written(committed: Mapping[str, Contract], today: Mapping[str, Contract
             )
 
 
-def _of_one_version(name: str, version: int, rule: Compatibility, old: Revision, new: Revision) -> Iterator[Problem]:
-    if rule in (Compatibility.BACKWARD, Compatibility.FULL):
-        for one in differences(new.accepted, old.written):
-            yield _problem(name, version, "new code cannot read what old code has written", one)
-    if rule in (Compatibility.FORWARD, Compatibility.FULL):
-        for one in differences(old.accepted, new.written):
-            yield _problem(name, version, "old code cannot read what new code writes", one)
+def _of_one_version(name: str, version: int, old: Revision, new: Revision) -> Iterator[Problem]:
+    for one in differences(new.accepted, old.written):
+        yield _problem(name, version, "new code cannot read what old code has written", one)
+    for one in differences(old.accepted, new.written):
+        yield _problem(name, version, "old code cannot read what new code writes", one)
 
 
 def _problem(name: str, version: int, direction: str, one: Difference) -> Problem:
@@ -176,12 +172,12 @@ def _of_an_old_version(name: str, version: int, today: Mapping[str, Contract]) -
 def written(committed: Mapping[str, Contract], today: Mapping[str, Contract]) -> dict[str, Contract]:
     """Return the contracts to commit: the committed ones, with today's types added."""
     merged = {
-        name: Contract(one.name, one.topic, one.compatibility, {at: list(all_) for at, all_ in one.versions.items()})
+        name: Contract(one.name, one.topic, {at: list(all_) for at, all_ in one.versions.items()})
         for name, one in committed.items()
     }
     for name, contract in today.items():
-        known = merged.setdefault(name, Contract(name, contract.topic, contract.compatibility))
-        known.topic, known.compatibility = contract.topic, contract.compatibility
+        known = merged.setdefault(name, Contract(name, contract.topic))
+        known.topic = contract.topic
         for version, [revision] in contract.versions.items():
             revisions = known.versions.setdefault(version, [])
             if revision in revisions:
@@ -201,14 +197,6 @@ def write_contracts(folder: Path, contracts: Mapping[str, Contract]) -> list[Pat
             path.write_text(text, encoding="utf-8")
             changed.append(path)
     return changed
-
-
-def shown(contracts: Mapping[str, Contract], names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the contracts as JSON values; only those of `names`, if names are given. Raises ConfigurationError."""
-    if unknown := sorted(set(names) - set(contracts)):
-        known = ", ".join(sorted(contracts)) or "none"
-        raise ConfigurationError(f"there is no event {', '.join(unknown)}; the declared events are {known}.")
-    return [contract.as_json() for name, contract in sorted(contracts.items()) if not names or name in names]
 
 
 def json_schema(one: EventType) -> dict[str, Any]:

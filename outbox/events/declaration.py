@@ -9,7 +9,6 @@ See decision 251.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,19 +50,6 @@ class UnknownEventVersion(NeedsNewerCode):
         self.version = version
 
 
-class Compatibility(enum.StrEnum):
-    """Which readers and writers of one version of an event must understand each other (`outbox_contract check`)."""
-
-    BACKWARD = "backward"
-    """New code reads what old code has written."""
-    FORWARD = "forward"
-    """Old code reads what new code writes."""
-    FULL = "full"
-    """Both."""
-    NONE = "none"
-    """Nothing is checked."""
-
-
 @dataclass(frozen=True, slots=True)
 class EventType:
     """A declared event. `headers` are the two headers of its messages."""
@@ -75,7 +61,6 @@ class EventType:
     shape: Shape
     key: str | Callable[[Any], object] | None
     tag: str | Callable[[Any], str]
-    compatibility: Compatibility
     headers: Mapping[str, str]
 
     @property
@@ -118,22 +103,15 @@ def event(
     topic: str | None = None,
     key: str | Callable[[Any], object] | None = None,
     tag: str | Callable[[Any], str] = "",
-    compatibility: Compatibility | str = Compatibility.FULL,
 ) -> Callable[[Kind], Kind]:
     """Declare a dataclass or a pydantic model as version `version` of the event `name`.
 
     `publish(OrderPaid(...))` publishes an event of the type to `topic`, by default the topic `name`. `key` is the name
-    of a field, or a function of the event. `tag` is a text, or a function of the event. `compatibility` is the rule of
-    `outbox_contract check`. Raises ConfigurationError.
+    of a field, or a function of the event. `tag` is a text, or a function of the event. Raises ConfigurationError.
     """
     names.check_topic(topic or name)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version < 10**_MOST_DIGITS:
         raise ConfigurationError(f"event {name!r}: version={version!r} must be a whole number, 1 or more.")
-    try:
-        rule = Compatibility(compatibility)
-    except ValueError:
-        allowed = ", ".join(repr(str(one)) for one in Compatibility)
-        raise ConfigurationError(f"event {name!r}: compatibility={compatibility!r} must be one of {allowed}.") from None
 
     def declare(kind: Kind) -> Kind:
         shape = shape_of(kind)
@@ -147,7 +125,6 @@ def event(
             shape=shape,
             key=key,
             tag=tag,
-            compatibility=rule,
             headers=MappingProxyType({EVENT_HEADER: name, VERSION_HEADER: str(version)}),
         )
         known = _by_version.get(declared.at)

@@ -21,21 +21,18 @@ from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.message import Message, stored_message
 from outbox.ports import LeftoverWork
 from outbox.rocketmq import stranded
-from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, by_queue, end_of_queue, messages_in, read_stored
+from outbox.rocketmq.admin import CHECKER, HALVES, Admin, Stored, by_queue, end_of_queue, read_stored
 from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.stranded import READER, asked_of_group, decided_offsets
-from outbox.rocketmq.wire import asked, foreign_id, from_wire
+from outbox.rocketmq.wire import foreign_id, from_wire
 from outbox.utils.safe_text import error_line
 
-_QUERY: Final = 12
 _TIMER_PROGRESS: Final = 60
 _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
 _ALL_GROUPS: Final = 201
 _OK: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
-_NOT_FOUND: Final = frozenset((17, 22))
-_MOST_FOUND: Final = 64
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
 
@@ -102,21 +99,6 @@ class Letter:
     def dead_at(self) -> datetime:
         """The time at which the message became a dead letter, by the broker's clock."""
         return _moment(self.stored_milliseconds)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """One stored copy of a message: where it is, and since when."""
-
-    place: str
-    topic: str
-    broker: str
-    queue: int
-    offset: int
-    stored_at: datetime
-    message: Message
-    transaction_id: UUID | None
-    ledger_id: UUID | None
 
 
 def topic_figures(brokers: Sequence[Admin], topics: Iterable[str]) -> list[TopicFigures]:
@@ -212,7 +194,7 @@ def dead_letters(brokers: Sequence[Admin], group: str) -> list[Letter]:
     return sorted(found, key=lambda one: (-one.stored_milliseconds, str(one.message.message_id)))
 
 
-def _message(broker: Admin, stored: Stored, group: str = "") -> tuple[Message, str]:
+def _message(broker: Admin, stored: Stored, group: str) -> tuple[Message, str]:
     """Return the message, and why it cannot be read: another program may have sent it, and it must hide no other."""
     problem = ""
     try:
@@ -281,61 +263,7 @@ def _half(broker: Admin, stored: Stored, producer_group: str, *, is_given_up: bo
         )
 
 
-# -- one message ----------------------------------------------------------------------------------------
-
-
-def find(brokers: Sequence[Admin], key: str, topics: Iterable[str], groups: Iterable[tuple[str, str]]) -> list[Copy]:
-    """Return all stored copies of the messages with a key or an id, the oldest first. Raises BrokerError.
-
-    `groups` are the subscriptions (group, topic) whose retries and dead letters the function reads. RocketMQ's index
-    finds at most 64 messages per topic and broker.
-    """
-    found: dict[tuple[str, int, str], Copy] = {}
-    for broker in brokers:
-        places = [("half message", HALVES, ""), ("given up by check-back", stranded.TOPIC, "")]
-        places += [("published", broker.name(topic), "") for topic in topics]
-        for group, topic in groups:
-            places.append((f"retry of group {group}", _retry_topic(broker, group, topic), group))
-            places.append((f"dead letter of group {group}", _dead_letter_topic(broker, group), group))
-        for place, topic, group in places:
-            for stored in _query(broker, topic, key):
-                copy = _copy(broker, stored, place, group)
-                if copy is not None:
-                    found[copy.broker, stored.place, copy.topic] = copy
-    return sorted(found.values(), key=lambda one: (one.stored_at, one.offset))
-
-
-def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy | None:
-    """Describe a stored message. Return None for a message of another namespace."""
-    try:
-        about = asked(stored)
-    except (ValueError, KeyError, TypeError):
-        about = None
-    if about is not None and about.namespace != broker.namespace:
-        return None
-    return Copy(
-        place=place,
-        topic=stored.stored_topic,
-        broker=_named(broker),
-        queue=stored.queue,
-        offset=stored.offset,
-        stored_at=_moment(stored.stored_timestamp),
-        message=_message(broker, stored, group)[0],
-        transaction_id=None if about is None else about.transaction_id,
-        ledger_id=None if about is None else about.ledger_id,
-    )
-
-
-def _query(broker: Admin, topic: str, key: str) -> Iterator[Stored]:
-    fields = {"topic": topic, "key": key, "maxNum": _MOST_FOUND, "beginTimestamp": 0, "endTimestamp": 2**62}
-    status, answer, body = broker.ask(_QUERY, fields)
-    if status in _NOT_FOUND:
-        return
-    _require(status, answer, f"the messages with key {key!r} of topic {topic!r}")
-    for stored in messages_in(body):
-        # The index stores a hash of the key, so it may return other messages too.
-        if key in stored.properties.get("KEYS", "").split(" "):
-            yield stored
+# -- topics and groups that a broker lacks --------------------------------------------------------------
 
 
 def missing(brokers: Sequence[Admin], topics: Iterable[str], groups: Iterable[str]) -> Iterator[str]:

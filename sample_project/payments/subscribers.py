@@ -11,7 +11,6 @@ from django.db.models import Sum
 from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, subscriber
 from outbox.contrib.limits import Limits
-from outbox.contrib.schedules import scheduled
 from sample_project.events import OrderPaid
 from sample_project.payments import client
 from sample_project.payments.models import Charge, Statement
@@ -32,7 +31,7 @@ def charge(delivery: ClaimedDelivery[OrderPaid]) -> None:
     logger.info("order %d is charged", paid.order_id)
 
 
-@scheduled("0 3 * * *", timezone="Europe/Berlin", topic="statement.due", group="payments.statement")
+@subscriber("statement.due", group="payments.statement")
 def statement(delivery: Delivery) -> None:
     """Every night, put the charges that no statement has into a new one, so that each charge is in one statement."""
     made = Statement.objects.create(charges=0, amount=Decimal())

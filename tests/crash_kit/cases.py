@@ -23,14 +23,10 @@ pytest_plugins = ["outbox.contrib.crash_kit.pytest_plugin"]
 def test_case(case: str, outbox_crashes: CrashKit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside.Service, "record", outbox_crashes.record, raising=False)
     monkeypatch.setattr(outside.Service, "recorded", outbox_crashes.recorded, raising=False)
-    module = import_module(f"tests.crash_kit.{case}")
-    getattr(module, "prepare", lambda: None)()
-    outbox_crashes(
-        module.scenario,
-        module.check,
-        groups=getattr(module, "GROUPS", [module.GROUP]),
-        **getattr(module, "OPTIONS", {}),
-    )
+    kind, _, name = case.partition(".")
+    made = getattr(import_module(f"tests.crash_kit.{kind}"), name)(name)
+    made.prepare()
+    outbox_crashes(made.run, made.check, groups=[name, *made.further], **made.options)
     print(f"{outbox_crashes.runs} runs")
 
 

@@ -105,7 +105,7 @@ BROKER_TEMPLATE = _name("template")
 
 
 _CLEANED = (
-    *("outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"),
+    *("outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_erased"),
     "outbox_raised_condition",
     *("outbox_finding", "outbox_reconciliation", "outbox_relay", "outbox_relay_lease"),
     *("shop_order", "shop_payment", "shop_effect"),

@@ -71,7 +71,6 @@ MORE: Final[dict[str, Callable[[], object]]] = {
 READING: Final = (
     "outbox_audit settle --no-input",
     f"outbox_transaction decide {SOME} rollback --force",
-    *(["outbox_dead_letter redirect effects --all --to returns --no-input"] if has("editing") else []),
     "outbox_doctor",
     *(["outbox_group limits effects orders --from-code --no-input"] if has("limits") else []),
     "outbox_message list --key k",
@@ -108,7 +107,6 @@ OTHER_COMMANDS: Final = {
         "outbox_reconcile",
         "outbox_repair",
         "outbox_install",
-        "outbox_endpoint",
         "outbox_receiver",
     ),
     "outbox_subject_key",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +9,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import call_command
 from django.db import connections
 
 from outbox import Delivery, Mode, OnError, RetryPolicy
@@ -19,17 +17,16 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.blocked_keys import BlockKey
 from outbox.contrib.blocked_keys.blocking import first_of_key, list_blocked_keys
-from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, Releasing, run_once
+from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, run_once
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.worker.drain import drain, drain_after_others
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, InvalidSubscription, PermanentError
 from outbox.subscription import Subscription
-from outbox.utils import faults
 from tests.django.shop.models import Effect, Order
-from tests.support import eventually
+from tests.support import eventually, killed
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
@@ -219,29 +216,12 @@ def test_above_the_limit_the_subscription_pauses_and_keeps_the_order() -> None:
     assert differences() == []
 
 
-@pytest.mark.usefixtures("databases")
-def test_an_unblocked_key_passes_its_dead_letter() -> None:
-    subscribe()
-    send("a1", "a2", "a3", broken="a1")
-    work()
-    call_command("outbox_group", "unblock", GROUP, "steps", "a", no_input=True, stdout=StringIO())
-    work()
-    assert effects("a") == ["a2", "a3"]
-    assert letters() == [("a1", "PermanentError")]
-    send("a4")
-    work()
-    mend()
-    settle("replay", "--all")
-    work()
-    assert effects("a") == ["a2", "a3", "a4", "a1"]
-
-
 def run(command: str, *arguments: str) -> None:
     call_command(command, *arguments, "--no-input", stdout=StringIO())
 
 
 @pytest.mark.usefixtures("databases")
-def test_erasure_changes_neither_order_nor_what_an_operator_decided() -> None:
+def test_erasure_changes_no_order() -> None:
     subscribe()
     send("a1", "a2", "b1", "b2", broken="a1")
     Order.objects.create(number="b1", status="broken")
@@ -255,26 +235,7 @@ def test_erasure_changes_neither_order_nor_what_an_operator_decided() -> None:
     settle("replay", "--key", "a")
     work()
     assert effects("a") == ["a1", "a2", "a3"]
-    # The dead letter of an unblocked key blocks it no more, also if its error is erased later.
-    run("outbox_group", "unblock", GROUP, "steps", "b")
-    run("outbox_erase", "steps", "--key", "b", "--reason", "request 17")
-    send("b3")
-    work()
-    assert effects("b") == ["b2", "b3"]
-
-
-@pytest.mark.usefixtures("databases")
-def test_a_message_that_is_being_tried_is_not_overtaken_by_unblock() -> None:
-    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
-    send("a1", "a2", broken="a1")
-    work()
-    Order.objects.update(status="early")
-    settle("replay", "--error-type", "PermanentError")
-    work()
-    with pytest.raises(CommandError, match="is being tried"):
-        run("outbox_group", "unblock", GROUP, "steps", "a")
-    work()
-    assert (effects("a"), letters()) == ([], [("a2", "KeyBlocked")])
+    assert effects("b") == []
 
 
 @pytest.mark.usefixtures("databases")
@@ -362,28 +323,6 @@ def test_what_the_leader_and_the_calls_read_does_not_grow_with_what_they_do_not_
 
 
 @pytest.mark.usefixtures("databases")
-def test_the_leader_looks_less_often_while_nothing_moves() -> None:
-    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
-    send("a1", broken="a1")
-    work()
-    Order.objects.update(status="early")
-    settle("replay", "--all")
-    work()
-    releasing = Releasing(broker_database())
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
-        releasing.look(run, 100.0)
-        assert releasing.look_at == 101.0
-        releasing._pass(lambda: False)
-        releasing.look(run, 101.0)
-        assert releasing.look_at == 103.0
-        connection.execute("DELETE FROM outbox.scheduled")
-        releasing._pass(lambda: False)
-        releasing.look(run, 103.0)
-        assert releasing.look_at == 104.0
-
-
-@pytest.mark.usefixtures("databases")
 def test_what_a_subscription_cannot_keep_is_refused() -> None:
     class Own(Exception):
         pass
@@ -417,15 +356,7 @@ def killed_at(point: str) -> bool:
     # The child opens sessions of its own.
     reset_broker()
     connections.close_all()
-    child = os.fork()
-    if child == 0:
-        try:
-            faults.arm(f"{point}=kill")
-            work()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    return killed(work, f"{point}=kill")
 
 
 def survives(points: tuple[str, ...], outbox_settings: Callable[..., None]) -> None:

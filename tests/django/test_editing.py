@@ -1,10 +1,8 @@
-"""Dead letters that operators edit or redirect: one effect, the content before, refusals, two operators, kills."""
+"""Dead letters that operators edit: one effect, the content before, refusals, two operators, kills."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -19,7 +17,6 @@ from django.db import connections
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
-from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.dead_letters import LetterSelection, replay
 from outbox.broker.schema import grants
@@ -30,14 +27,13 @@ from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.worker.drain import drain, drain_after_others
 from outbox.contrib.editing import letters
-from outbox.contrib.editing.letters import edit, edited, merged, redirect
+from outbox.contrib.editing.letters import edit, edited, merged
 from outbox.errors import UndecodableBody, UsageError
 from outbox.subscription import OnError, Subscription, SubscriptionOption
-from outbox.utils import faults
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
 from tests.part_apps import has
-from tests.support import eventually
+from tests.support import eventually, killed
 
 GROUP = "billing"
 ERRORS: dict[type[BaseException], OnError | str] = {KeyError: OnError.DEAD_LETTER, TypeError: OnError.DEAD_LETTER}
@@ -287,42 +283,6 @@ def test_an_edited_letter_keeps_the_order_of_its_key() -> None:
     assert (dead(), differences()) == ([], [])
 
 
-# -- redirecting -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("databases")
-def test_a_redirected_letter_is_a_message_of_the_other_topic() -> None:
-    subscribe()
-    subscribe("payments", group="payers")
-    [one] = bury({"amont": 1}, headers={"tenant": "a"})
-    with pytest.raises(CommandError, match="paymants"):
-        run("redirect", GROUP, "--all", "--to", "paymants")
-    with pytest.raises(CommandError, match="of this topic already"):
-        run("redirect", GROUP, "--all", "--to", "orders")
-    assert "These groups get the messages: payers." in run("redirect", GROUP, "--all", "--to", "payments", "--dry-run")
-    assert dead() == [one]
-    run("redirect", GROUP, "--all", "--to", "payments")
-    [[new, key, headers, body]] = sql(
-        "SELECT message_id, key, headers, body FROM outbox.commit_log JOIN outbox.topic USING (topic_id)"
-        " WHERE name = 'payments'"
-    )
-    assert (key, headers, body) == ("k", {"tenant": "a", "outbox-redirected-from": str(one)}, b'{"amont":1}')
-    assert f"{one} as {new}" in OperatorAction.objects.filter(action="redirect", outcome="done").get().after["messages"]
-    assert sql("SELECT discarded_at IS NOT NULL FROM outbox.dead_letter") == [(True,)]
-    drain()
-    assert dead() == [new], "its handler needs another content, too"
-    assert differences() == []
-
-
-@pytest.mark.usefixtures("databases")
-def test_what_the_other_topic_does_not_take_is_left() -> None:
-    subscribe()
-    [one] = bury({}, key="")
-    with pytest.raises(CommandError, match="InvalidMessage"):
-        run("redirect", GROUP, "--all", "--to", "steps")
-    assert dead() == [one]
-
-
 # -- two at once -----------------------------------------------------------------------------------
 
 
@@ -400,9 +360,9 @@ def test_an_erasure_also_erases_the_content_before_an_edit_that_it_meets() -> No
 
 
 @pytest.mark.usefixtures("databases")
-def test_the_role_work_edits_and_redirects_and_the_role_watch_only_reads() -> None:
+def test_the_role_work_edits_and_the_role_watch_only_reads() -> None:
     subscribe()
-    one, two = (LetterSelection(message_ids=[each]) for each in bury({}, {}))
+    one = LetterSelection(message_ids=bury({}))
 
     def changed(letter: letters.Letter) -> Any:
         return edited(letter, get_codecs(), patch={"amount": 1})
@@ -414,7 +374,6 @@ def test_the_role_work_edits_and_redirects_and_the_role_watch_only_reads() -> No
             connection.execute(statement.encode())
         connection.execute("SET LOCAL ROLE outbox_work")
         assert edit(executor, GROUP, one, changed, masked=lambda topic: (), limit=1).changed
-        assert redirect(executor, GROUP, two, "payments", TopicCatalog("outbox"), limit=1).changed
         connection.execute("SET LOCAL ROLE outbox_watch")
         assert connection.execute("SELECT body FROM outbox.edited_letter").fetchall() == [(b"{}",)]
         with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
@@ -437,7 +396,6 @@ def test_the_page_asks_for_both_permissions_and_confirms_the_plan_that_it_showed
     assert [one.post("/outbox/act/edit/", given).status_code for one in (reader, operator)] == [403, 403]
     pages = [one.get("/outbox/dead-letters/edited/").content.decode() for one in (reader, operator, full)]
     assert ["act/edit/" in page for page in pages] == [False, False, True]
-    assert ["act/redirect/" in page for page in pages] == [False, True, True]
     shown = full.post("/outbox/act/edit/", given).content.decode()
     assert "body.amount: nothing → 3" in shown
     digest = shown.partition('name="digest" value="')[2].partition('"')[0]
@@ -462,15 +420,7 @@ def killed_at(visit: str, work: Callable[[], object]) -> bool:
     # The child opens sessions of its own.
     reset_broker()
     connections.close_all()
-    child = os.fork()
-    if child == 0:
-        try:
-            faults.arm(f"{name}=kill{at}{number}")
-            work()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    return killed(work, f"{name}=kill{at}{number}")
 
 
 @pytest.mark.usefixtures("databases")
@@ -489,24 +439,6 @@ def test_an_edit_that_is_killed_is_done_or_not(visit: str) -> None:
     work()
     drain_after_others()
     assert (effects(), originals(), dead(), differences()) == (["1 -", "1 -"], [{}, {}], [], [])
-
-
-@pytest.mark.usefixtures("databases")
-@pytest.mark.parametrize("visit", ["editing.after_append@4", "editing.after_commit"])
-def test_a_redirect_that_is_killed_is_done_or_not(visit: str) -> None:
-    subscribe()
-    subscribe("payments", group="payers")
-    bury({"x": 1}, {"x": 1})
-
-    def work() -> None:
-        run("redirect", GROUP, "--all", "--to", "payments")
-
-    assert killed_at(visit, work)
-    assert len(dead()) == (0 if visit == "editing.after_commit" else 2)
-    work()
-    drain_after_others()
-    assert (len(dead()), differences()) == (2, [])
-    assert sql("SELECT count(*) FROM outbox.commit_log") == [(4,)]
 
 
 # -- JSON merge patches (the examples of RFC 7386) -------------------------------------------------

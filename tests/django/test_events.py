@@ -16,7 +16,6 @@ from django.db import transaction
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import (
     ClaimedDelivery,
     message,
@@ -31,9 +30,6 @@ from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.events import waiting
 from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
 from outbox.events import UnknownEventVersion, declaration, event, upcast
-from tests.django.processes import child
-from tests.django.shop.models import Effect
-from tests.support import eventually
 
 
 @dataclass(frozen=True)
@@ -178,25 +174,18 @@ def test_what_readers_would_refuse_is_not_published(databases: None) -> None:
         publish(Ordered(1, [Line("a", 3)]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (
-            lambda: publish(Line("a", Decimal(1))),
-            "neither the name of a topic nor a value of a declared type.*write @event",
-        ),
+def test_a_wrong_call_is_refused(databases: None) -> None:
+    unknown = "neither the name of a topic nor a value of a declared type.*write @event"
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: publish(Line("a", Decimal(1))), unknown),
+        (lambda: publish_many([Line("a", Decimal(1))]), unknown),
         (lambda: publish(FIRST, {"number": 1}), "passed together with a body"),
         (lambda: publish("orders"), "no body was passed"),
         (lambda: publish(FIRST, headers={"outbox-event": "x"}), "come from the type of the event"),
-        (
-            lambda: publish_many([Line("a", Decimal(1))]),
-            "neither the name of a topic nor a value of a declared type.*write @event",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused(databases: None, call: Callable[[], object], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        call()
+    ]
+    for call, reason in wrong:
+        with pytest.raises(UsageError, match=reason):
+            call()
 
 
 def test_a_wrong_declaration_is_refused() -> None:
@@ -260,91 +249,7 @@ def test_the_command_refuses_what_breaks_a_reader(tmp_path: Path, capsys: pytest
     assert (folder / "paid.json").exists() and "1 versions of events fit" in capsys.readouterr().out
 
 
-# -- two versions of the code ----------------------------------------------------------------------
-
-
-CODE = """
-from dataclasses import dataclass
-
-from outbox import Delivery
-from outbox.contrib.django import subscriber
-from outbox.events import event, upcast
-from tests.django.shop.models import Effect
-"""
-OLD = """
-@event("paid", version=1, topic="orders")
-@dataclass
-class Paid:
-    number: int
-
-
-@subscriber("orders", group="deployed")
-def handle(delivery: Delivery[Paid]) -> None:
-    Effect.objects.create(number=f"old code read {delivery.body.number}")
-"""
-NEW = """
-@event("paid", version=2, topic="orders")
-@dataclass
-class Paid:
-    number: int
-    currency: str
-
-
-@upcast("paid", 1)
-def with_currency(body):
-    return {**body, "currency": "EUR"}
-
-
-@subscriber("orders", group="deployed")
-def handle(delivery: Delivery[Paid]) -> None:
-    Effect.objects.create(number=f"new code read {delivery.body.number} {delivery.body.currency}")
-"""
-
-
-def release(folder: Path, code: str) -> dict[str, str]:
-    """Write one version of an app's code, and return the variables of a process that runs this code."""
-    (folder / "deployed").mkdir(parents=True)
-    (folder / "deployed" / "__init__.py").write_text("")
-    (folder / "deployed" / "subscribers.py").write_text(CODE + code)
-    return {"TEST_APPS": "deployed", "PYTHONPATH": str(folder)}
-
-
-@pytest.mark.slow
-def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> None:
-    first = {"outbox-event": "paid", "outbox-event-version": "1"}
-    second = {"outbox-event": "paid", "outbox-event-version": "2"}
-    old, new = release(tmp_path / "old", OLD), release(tmp_path / "new", NEW)
-
-    def effects() -> list[str]:
-        return sorted(Effect.objects.filter(number__contains="code read").values_list("number", flat=True))
-
-    def has(*wanted: str) -> bool:
-        return set(wanted) <= set(effects())
-
-    with child("broker", quiet=True):
-        with child("consumer", quiet=True, variables=old):
-            publish("orders", {"number": 1}, headers=first, at_once=True)
-            for number in range(2, 6):
-                publish("orders", {"number": number, "currency": "SEK"}, headers=second, at_once=True)
-            eventually(
-                lambda: has("old code read 1") and waiting_versions() == [("paid", 2)],
-                within_seconds=60,
-                what=lambda: f"{effects()}",
-            )
-            with child("consumer", quiet=True, variables=new):
-                publish("orders", {"number": 6}, headers=first, at_once=True)
-                eventually(lambda: len(effects()) >= 2, within_seconds=60, what=lambda: f"{effects()}")
-            # The new code is rolled back. What it has published waits again, and old messages go on.
-            publish("orders", {"number": 7}, headers=first, at_once=True)
-            eventually(lambda: has("old code read 7"), within_seconds=60, what=lambda: f"{effects()}")
-        with child("consumer", quiet=True, variables=new):
-            publish("orders", {"number": 8}, headers=first, at_once=True)
-            eventually(lambda: len(effects()) == 8, within_seconds=100, what=lambda: f"{effects()}")
-    assert has("new code read 8 EUR", *(f"new code read {number} SEK" for number in range(2, 6)))
-    assert sorted(int(text.split()[3]) for text in effects()) == list(range(1, 9))
-    with broker_connection() as (connection, schema):
-        assert count_messages(Executor(connection, schema)).differences() == []
-        assert connection.execute("SELECT count(*) FROM outbox.dead_letter").fetchone() == (0,)
+# -- waiting for newer code -------------------------------------------------------------------------
 
 
 def waiting_versions() -> list[tuple[str, int]]:

@@ -71,9 +71,8 @@ def test_the_command_forwards_until_a_signal_stops_it() -> None:
                 assert forwarding.returncode == 0, log
 
 
-@pytest.mark.parametrize(
-    ("forward", "says"),
-    [
+def test_a_declaration_that_cannot_be_right() -> None:
+    wrong: list[tuple[Any, str]] = [
         ([], "must be a dictionary"),
         ({"billing": []}, "must be a dictionary"),
         ({"no way": WEBHOOK}, "is not allowed"),
@@ -85,30 +84,25 @@ def test_the_command_forwards_until_a_signal_stops_it() -> None:
         ({"billing": {**WEBHOOK, "filter": "sql:a >"}}, "filter"),
         ({"billing": {**WEBHOOK, "on_rejected": "skip"}}, "'block'"),
         ({"billing": {**WEBHOOK, "thread": 3}}, "Did you mean 'threads'"),
-    ],
-)
-def test_a_declaration_that_cannot_be_right(forward: Any, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        parse_settings({"FORWARD": forward})
+    ]
+    for forward, says in wrong:
+        with pytest.raises(ConfigurationError, match=says):
+            parse_settings({"FORWARD": forward})
 
 
-@pytest.mark.parametrize(
-    ("forward", "arguments", "says"),
-    [
+def test_what_the_command_refuses(outbox_settings: Callable[..., None]) -> None:
+    wrong: list[tuple[Any, list[str], str]] = [
         ({}, [], "declares nothing"),
         ({"billing": WEBHOOK}, ["--group", "biling"], "it has billing"),
         ({"billing": WEBHOOK}, [], "missing 1 required keyword-only argument: 'secrets'"),
         ({"billing": {**WEBHOOK, "sink": "outbox.nothing"}}, [], "cannot be imported"),
         ({"billing": {**WEBHOOK, "options": {"url": "https://x.test/", "secrets": ["s3cret"]}}}, [], "whsec_"),
-    ],
-)
-def test_what_the_command_refuses(
-    outbox_settings: Callable[..., None], forward: Any, arguments: list[str], says: str
-) -> None:
-    outbox_settings(FORWARD=forward)
-    with pytest.raises(CommandError, match=says) as failure:
-        call_command("outbox_worker", "--role", "forward", "--drain", *arguments)
-    assert "s3cret" not in str(failure.value)
+    ]
+    for forward, arguments, says in wrong:
+        outbox_settings(FORWARD=forward)
+        with pytest.raises(CommandError, match=says) as failure:
+            call_command("outbox_worker", "--role", "forward", "--drain", *arguments)
+        assert "s3cret" not in str(failure.value)
 
 
 @pytest.mark.usefixtures("databases", "no_subscribers")

@@ -342,9 +342,9 @@ def test_a_setting_that_does_not_fit_is_named(statement: str, check_id: str, tex
 
 
 def test_a_table_without_transactions_is_named() -> None:
-    execute("ALTER TABLE outbox_endpoint ENGINE = Aria")
+    execute("ALTER TABLE outbox_unique ENGINE = Aria")
     try:
         [(name, said)] = found()
     finally:
-        execute("ALTER TABLE outbox_endpoint ENGINE = InnoDB")
-    assert name == "outbox.E039" and "outbox_endpoint" in said
+        execute("ALTER TABLE outbox_unique ENGINE = InnoDB")
+    assert name == "outbox.E039" and "outbox_unique" in said

@@ -150,15 +150,13 @@ def test_one_id_of_two_sources_is_two_messages_of_the_queue(
     ]
 
 
-@pytest.mark.parametrize(
-    ("declared", "says"),
-    [
+def test_a_declaration_that_cannot_be_right() -> None:
+    wrong: list[tuple[Any, str]] = [
         ([], "must be a dictionary"),
         ({"partner": {"topic": "orders"}}, "lacks 'source'"),
         ({"partner": {"topic": "orders", "source": "kombo"}}, "use one of kombu, kafka"),
         ({"partner": {"topic": "orders", "source": "kombu", "poison": "x"}}, "Did you mean 'poison_topic'"),
-    ],
-)
-def test_a_declaration_that_cannot_be_right(declared: Any, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        parse_settings({"RECEIVE": declared})
+    ]
+    for declared, says in wrong:
+        with pytest.raises(ConfigurationError, match=says):
+            parse_settings({"RECEIVE": declared})

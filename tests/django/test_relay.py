@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 from uuid import UUID
 
 import pytest
@@ -130,18 +130,13 @@ def test_a_unique_message_is_stored_once() -> None:
     assert backlog("default").waiting == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda: publish("steps", 1), InvalidMessage),
-        (lambda: publish("later", 1, key="k" * 255, headers={"a": "é" * 4000}, delay=5), InvalidMessage),
-    ],
-)
-def test_what_rocketmq_would_reject_is_refused_before_the_commit(
-    call: Callable[[], Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error), transaction.atomic():
-        call()
+def test_what_rocketmq_would_reject_is_refused_before_the_commit() -> None:
+    with pytest.raises(InvalidMessage), transaction.atomic():
+        publish("steps", 1)
+    with pytest.raises(InvalidMessage), transaction.atomic():
+        publish("later", 1, key="k" * 255, headers={"a": "é" * 4000}, delay=5)
+    with pytest.raises(MessageTypeMismatch), transaction.atomic():
+        publish("steps", 1, key="k", delay=5)
     assert not rows_on("default").exists()
 
 
@@ -251,8 +246,3 @@ def test_the_delivery_time_is_absolute_from_the_publish_call() -> None:
     row = rows_on("default").get()
     due = relay_rows.message_of("default", row).deliver_at
     assert due is not None and abs(due - row.born_at - timedelta(hours=1)) < timedelta(seconds=5)
-
-
-def test_a_type_that_the_topic_does_not_take_is_refused() -> None:
-    with pytest.raises(MessageTypeMismatch), transaction.atomic():
-        publish("steps", 1, key="k", delay=5)

@@ -203,7 +203,6 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_group offsets`": _command("outbox_group", "offsets", "effects"),
     "`outbox_group pause`": _command("outbox_group", "pause", "effects"),
     "`outbox_topic list`": _command("outbox_topic", "list"),
-    "`outbox_endpoint list`": _command("outbox_endpoint", "list"),
     "`outbox_install` (an upgrade)": _upgrade,
     "change a table of the broker": lambda: _broker("ALTER TABLE outbox.held SET (fillfactor = 100)"),
 }

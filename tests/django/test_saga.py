@@ -243,22 +243,16 @@ def test_an_answer_counts_once_and_only_where_it_is_waited_for(hotel: SimpleName
     record = hotel.book(hotel.room, "ada")
     assert not hotel.paid(record.pk, 80), "nothing was asked yet"
     drain()
+    with rolled_back():
+        assert hotel.paid(record.pk, 80)
+    drain()
+    assert (state_of(record)[0], waiting_deadlines()) == (SagaState.WAITING, 1), "a rolled back answer is none"
     assert hotel.saga.refuse(record.pk, "changed her mind", at="ask_for_payment")
     assert not hotel.paid(record.pk, 80)
     drain()
     assert state_of(record) == (SagaState.UNDONE, "reserve_room", "changed her mind")
     with pytest.raises(UsageError, match="no step 'pay'; use one of: reserve_room"):
         hotel.saga.proceed(record.pk, at="pay")
-
-
-def test_an_answer_that_is_rolled_back_is_none(hotel: SimpleNamespace) -> None:
-    record = hotel.book(hotel.room, "ada")
-    drain()
-    with rolled_back():
-        assert hotel.paid(record.pk, 80)
-    drain()
-    assert state_of(record)[0] == SagaState.WAITING
-    assert waiting_deadlines() == 1
 
 
 def test_it_starts_once_and_with_the_record(hotel: SimpleNamespace) -> None:
@@ -457,18 +451,8 @@ KILLS: Final = ("consumer.before_handler", "consumer.before_inbox_commit", "cons
 @pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_killed_at_each_step_forward_and_backward(hotel: SimpleNamespace) -> None:
-    killed_at_each_step(hotel, itertools.cycle(KILLS))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", KILLS)
-def test_killed_at_each_step_at_one_point(hotel: SimpleNamespace, point: str) -> None:
-    killed_at_each_step(hotel, itertools.repeat(point))
-
-
-def killed_at_each_step(hotel: SimpleNamespace, points: Iterator[str]) -> None:
     """The process that runs a step is killed at it, for each step of a booking that is kept and of one that is not."""
+    points = itertools.cycle(KILLS)
     with started("sequencer"), started("check"):
         kept = hotel.book(hotel.room, "ada")
         dropped = hotel.book(Room.objects.create(number="102"), "nobody")

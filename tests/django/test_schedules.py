@@ -17,15 +17,14 @@ from django.core.management.base import CommandError
 from django.test.utils import override_settings
 
 from outbox import Delivery, hooks
+from outbox.contrib.django import subscriber
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.settings.conf import parse_settings
-from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.testing import broker_outbox, in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.prometheus.serving import state
-from outbox.contrib.schedules import scheduled
 from outbox.contrib.schedules.declaring import check_schedules, declare_schedules
 from outbox.contrib.schedules.publishing import run_once
 from outbox.contrib.schedules.schedule import TIME_HEADER, Missed, Schedule, declare, list_schedules
@@ -37,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
 Change = Callable[..., None]
 NIGHTLY: dict[str, Any] = {"cron": "0 3 * * *", "timezone": "Europe/Berlin", "topic": "orders"}
+WEEKLY: dict[str, Any] = {"cron": "*/5 * * * *", "topic": "payments", "body": {"days": 7}}
 
 
 @pytest.fixture
@@ -47,11 +47,12 @@ def world(databases: None, outbox_settings: Change) -> Iterator[World]:
 
 
 @pytest.fixture
-def handled() -> list[Delivery]:
-    """The deliveries of a scheduled function."""
+def handled(outbox_settings: Change) -> list[Delivery]:
+    """The deliveries of a declared schedule."""
+    outbox_settings(SCHEDULES={"weekly_report": WEEKLY})
     found: list[Delivery] = []
 
-    @scheduled("*/5 * * * *", topic="payments", group="reports", body={"days": 7}, idempotent=False)
+    @subscriber("payments", group="reports", idempotent=False)
     def weekly_report(delivery: Delivery) -> None:
         found.append(delivery)
 
@@ -65,10 +66,9 @@ def errors() -> list[str]:
 # -- declaring -------------------------------------------------------------------------------------
 
 
-def test_a_worker_stores_the_schedules_of_settings_and_functions(
-    world: World, handled: list[Delivery], outbox_settings: Change
-) -> None:
-    outbox_settings(SCHEDULES={"nightly": {**NIGHTLY, "body": {"all": True}, "missed": "catch_up"}})
+def test_a_worker_stores_the_schedules_of_the_settings(world: World, outbox_settings: Change) -> None:
+    declared_nightly = {**NIGHTLY, "body": {"all": True}, "missed": "catch_up"}
+    outbox_settings(SCHEDULES={"nightly": declared_nightly, "weekly_report": WEEKLY})
     assert errors() == []
     [one] = [one for one in passes() if one.name == "schedules"]
     assert one.run() == {"added": 2, "changed": 0, "removed": 0}
@@ -115,53 +115,29 @@ def test_schedules_need_a_project_on_the_bundled_broker(outbox_settings: Change)
 # -- early errors ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+def test_a_wrong_setting_is_named() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"cron": "0 25 * * *"}, r"\['nightly'\]\['cron'\].*'0 25 \* \* \*'.*Bad hour"),
         ({"cron": ""}, "text that is not empty"),
         ({"timezone": "Europe/Bonn"}, r"\['timezone'\].*'Europe/Bonn' is unknown"),
         ({"missed": "later"}, "'coalesce', 'catch_up', 'skip'"),
         ({"zone": "UTC"}, "Did you mean 'timezone'|is not an option"),
         ({"topic": None}, "topic"),
-    ],
-)
-def test_a_wrong_setting_is_named(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        parse_settings({"SCHEDULES": {"nightly": {**NIGHTLY, **given}}})
+    ]
+    for given, says in wrong:
+        with pytest.raises(ConfigurationError, match=says):
+            parse_settings({"SCHEDULES": {"nightly": {**NIGHTLY, **given}}})
 
 
-def test_a_wrong_decorator_fails_at_import() -> None:
-    with pytest.raises(ConfigurationError, match=r"@scheduled of .*report.*Bad minute"):
-
-        @scheduled("99 * * * *", topic="orders", group="reports")
-        def report(delivery: Delivery) -> None: ...
-
-    assert subscribers() == []
-
-
-def test_two_functions_with_one_name_are_refused(handled: list[Delivery]) -> None:
-    with pytest.raises(ConfigurationError, match=r"schedule 'weekly_report' is declared by .* and by .*another name"):
-
-        @scheduled("0 0 * * *", topic="orders", group="other", name="weekly_report")
-        def another(delivery: Delivery) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("schedules", "says"),
-    [
-        ({"weekly_report": NIGHTLY}, "in OUTBOX['SCHEDULES'] and by @scheduled of"),
-        ({"nightly": {**NIGHTLY, "topic": "nowhere"}}, "the topic 'nowhere', which OUTBOX['TOPICS'] does not declare"),
-        ({"nightly": {**NIGHTLY, "topic": "steps"}}, "'nightly' cannot be published"),
-        ({"nightly": {**NIGHTLY, "body": object()}}, "cannot be encoded as application/json"),
-    ],
-)
-def test_a_schedule_that_the_leader_could_not_publish_fails_the_check(
-    schedules: dict[str, Any], says: str, handled: list[Delivery], outbox_settings: Change
-) -> None:
-    outbox_settings(SCHEDULES=schedules)
-    [text] = errors()
-    assert says in text
+def test_a_schedule_that_the_leader_could_not_publish_fails_the_check(outbox_settings: Change) -> None:
+    for given, says in (
+        ({"topic": "nowhere"}, "the topic 'nowhere', which OUTBOX['TOPICS'] does not declare"),
+        ({"topic": "steps"}, "'nightly' cannot be published"),
+        ({"body": object()}, "cannot be encoded as application/json"),
+    ):
+        outbox_settings(SCHEDULES={"nightly": {**NIGHTLY, **given}})
+        [text] = errors()
+        assert says in text
 
 
 def test_schedules_without_a_producer_group_fail_the_check() -> None:

@@ -95,20 +95,19 @@ def test_a_result_is_ready_and_then_successful(outbox: InMemoryOutbox) -> None:
     assert tasks.note.get_result(result.id) == result
 
 
-@pytest.mark.parametrize(
-    ("task", "kind"), [(tasks.fail, LookupError), (tasks.leave, SystemExit), (tasks.strange, TypeError)]
-)
-def test_a_failure_is_kept_and_its_effects_are_not(outbox: InMemoryOutbox, task: Any, kind: type) -> None:
-    result = task.enqueue("1")
-    assert outbox.drain() == 1
-    result.refresh()
-    assert result.status == TaskResultStatus.FAILED
-    assert [error.exception_class for error in result.errors] == [kind]
-    assert f"{kind.__name__}" in result.errors[0].traceback
-    with pytest.raises(ValueError, match="failed"):
-        _ = result.return_value
-    assert effects() == []
-    assert outbox.drain() == 0
+def test_a_failure_is_kept_and_its_effects_are_not(outbox: InMemoryOutbox) -> None:
+    failing: dict[Any, type] = {tasks.fail: LookupError, tasks.leave: SystemExit, tasks.strange: TypeError}
+    for task, kind in failing.items():
+        result = task.enqueue("1")
+        assert outbox.drain() == 1
+        result.refresh()
+        assert result.status == TaskResultStatus.FAILED
+        assert [error.exception_class for error in result.errors] == [kind]
+        assert f"{kind.__name__}" in result.errors[0].traceback
+        with pytest.raises(ValueError, match="failed"):
+            _ = result.return_value
+        assert effects() == []
+        assert outbox.drain() == 0
 
 
 def test_coroutines(outbox: InMemoryOutbox) -> None:

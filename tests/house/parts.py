@@ -34,9 +34,7 @@ PARTS: Final = (
         "blocked keys",
         r"blocked_keys\b|blocking_message|blockkey|keyblocked|follow_dead_letter",
         ("contrib/blocked_keys/",),
-        tests=(
-            *("django/cases_of_blocked_keys.py", "django/faults_of_blocked_keys.py", "django/test_blocked_keys.py"),
-        ),
+        tests=("django/faults_of_blocked_keys.py", "django/test_blocked_keys.py"),
     ),
     Part(
         "console",
@@ -101,14 +99,11 @@ PARTS: Final = (
         r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
         ("contrib/forwarding/",),
         tests=(
-            *("django/faults_of_forwarding.py", "django/test_endpoints.py", "django/test_forward.py", "sinks/"),
-            "django/cases_of_forwarding.py",
+            "django/test_forward.py",
+            "sinks/",
             # About other parts; each also uses forwarding.
             *("django/test_engines.py", "django/test_erasure.py", "django/test_erasure_outage.py"),
-            *("django/test_large_bodies.py", "django/console/test_hostile_values.py"),
-            *("django/console/test_in_a_browser.py", "django/console/test_languages.py"),
-            *("django/console/test_listings.py", "django/console/test_remedies.py"),
-            "django/console/test_state_of_the_broker.py",
+            "django/test_large_bodies.py",
         ),
     ),
     Part(
@@ -194,7 +189,7 @@ PARTS: Final = (
         "schedules",
         # The table `scheduled` has messages that wait, and `schedule_id` is its key.
         r"\bschedules\b(?! (?:a|it)\b)|schedule_late|outbox[_-]schedule\b|\}\.schedule\b|table schedule\b"
-        r"|schedule\.after|run_schedule|declared_?schedule|scheduled_functions|@scheduled",
+        r"|schedule\.after|run_schedule|declared_?schedule",
         ("contrib/schedules/",),
         (
             *("broker/schedules/", "django/cases_of_schedules.py", "django/console/test_schedules_page.py"),

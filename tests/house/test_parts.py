@@ -41,7 +41,7 @@ PLANTED = [
     ("broker/operations/broker_conditions.py", "def unknown_versions(run: Executor) -> None: ...\n", "events"),
     ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:event' %}\">Events</a>\n", "events"),
     ("contrib/django/publishing/publish.py", 'VERSION = "outbox-event-version"\n', "events"),
-    ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:endpoints' %}\">Endpoints</a>\n", "forwarding"),
+    ("contrib/django/worker/page.html", "<a href=\"{% url 'outbox:sinks' %}\">Sinks</a>\n", "forwarding"),
 ]
 
 

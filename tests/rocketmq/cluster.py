@@ -11,7 +11,6 @@ import os
 import random
 import shlex
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Final
 from outbox.errors import BrokerError
 from outbox.rocketmq.admin import Admin, brokers_of
 from tests.documents import DOCS, blocks
-from tests.rocketmq.disk import Disk
-from tests.rocketmq.link import Link
 from tests.rocketmq_server import OPENS, is_free
 from tests.support import eventually
 
@@ -78,14 +75,10 @@ def choose_ports() -> dict[str, int]:
 class RocketMQCluster:
     """The processes: `names` (name server and controller), `a1`, `a2`, `b1`, `b2` (brokers), `p1`, `p2` (proxies).
 
-    `settings` are added to the configuration of each broker. With `cuttable`, clients reach the proxies through
-    `links`, which a test can cut. With `disks`, each broker has a disk of its own, which may lose its power. The folder
-    of each process has its log.
+    `settings` are added to the configuration of each broker. The folder of each process has its log.
     """
 
-    def __init__(
-        self, folder: Path, jars: Path, *, cuttable: bool = False, disks: bool = False, **settings: object
-    ) -> None:
+    def __init__(self, folder: Path, jars: Path, **settings: object) -> None:
         self._folder = folder.resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,13 +93,11 @@ class RocketMQCluster:
         for name in BROKERS:
             with (self._folder / f"{name}.conf").open("a", encoding="utf-8") as conf:
                 conf.write(lines)
-        self.links = {name: Link(self.ports[name.upper()]) for name in PROXIES if cuttable}
-        self.disks = {name: Disk(self._folder / name / "store") for name in BROKERS if disks}
 
     @property
     def url(self) -> str:
         """The value of OUTBOX['BROKER']."""
-        ports = [self.links[name].port if name in self.links else self.ports[name.upper()] for name in PROXIES]
+        ports = [self.ports[name.upper()] for name in PROXIES]
         groups = (
             "|".join(f"127.0.0.1:{self.ports[f'{group.upper()}{number}']}" for number in (1, 2)) for group in GROUPS
         )
@@ -221,21 +212,9 @@ class RocketMQCluster:
         for process in processes:
             process.wait()
 
-    def freeze(self, name: str) -> None:
-        """Stop a process without ending it."""
-        self._running[name].send_signal(signal.SIGSTOP)
-
-    def thaw(self, name: str) -> None:
-        """Continue a frozen process."""
-        self._running[name].send_signal(signal.SIGCONT)
-
     def stop(self) -> None:
         """Kill everything, and remove the messages. The logs stay."""
         self.kill(*self._running)
-        for link in self.links.values():
-            link.close()
-        for disk in self.disks.values():
-            disk.close()
         for name in BROKERS:
             shutil.rmtree(self._folder / name / "store", ignore_errors=True)
 

@@ -166,8 +166,3 @@ def test_a_rejected_message_is_parked_and_blocks_its_key_only(project: RelayProj
         # The next one of the key is rejected in its turn.
         eventually(lambda: backlog("default").parked == 1 and backlog("default").waiting == 0, within_seconds=60)
         rows_on("default").all().delete()
-
-
-def test_an_error_of_the_block_leaves_no_row(project: RelayProject) -> None:
-    project.commit("a", "gone", fail=True)
-    assert backlog("default").waiting == 0

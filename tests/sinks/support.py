@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from outbox.message import Delivery, Message
+from tests.broker.bench import ConsumptionBench, keyed
+from tests.sinks.conftest import Spawn
+from tests.support import eventually
 
 GROUP = "forward"
 
@@ -41,3 +45,39 @@ def assert_all_in_order(arrived: Sequence[dict[str, Any]], sent: Sequence[Messag
     for entry in first:
         by_key.setdefault(entry["key"], []).append(entry["n"])
     assert {key: ns for key, ns in by_key.items() if ns != sorted(ns)} == {}
+
+
+def storm(
+    bench: ConsumptionBench,
+    spawn: Spawn,
+    given: Mapping[str, Any],
+    arrived: Callable[[], Sequence[dict[str, Any]]],
+    restart: Callable[[], None],
+    kills: int,
+    *,
+    size: int = 600,
+) -> int:
+    """The forwarder dies right after an acknowledgement, and the server in the middle, so many times.
+
+    Return how many messages came again.
+    """
+    bench.declare("orders")
+    given = {"url": bench.url, "topic": "orders", **given}
+    forwarder = spawn("tests.sinks.forward_process", given, faults="forward.after_acknowledgement=kill@10")
+    sent: list[Message] = []
+    with bench.sequencing():
+        for number in range(kills):
+            sent += keyed("orders", size, 12, start=len(sent))
+            bench.publish(sent[-size:])
+            if number == 0:
+                # It may be dead before it has stored how far it came.
+                assert forwarder.wait(120) == -signal.SIGKILL
+            else:
+                eventually(lambda: bench.lag(GROUP) < size * 0.9, within_seconds=120, what="some are forwarded")
+            spawn("tests.sinks.forward_process", given)
+            restart()
+        eventually(lambda: bench.lag(GROUP) == 0, within_seconds=180, what="everything is acknowledged")
+    found = arrived()
+    assert_all_in_order(found, sent)
+    bench.assert_conserved(GROUP)
+    return len(found) - len(sent)

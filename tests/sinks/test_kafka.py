@@ -18,12 +18,11 @@ from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Rejected
 from outbox.contrib.receiving.sources.kafka import KafkaSource
 from outbox.contrib.receiving.sources.receiver import Received, Receiver
 from outbox.errors import ConfigurationError, ServiceUnavailable
-from outbox.message import Message as Sent
-from tests.broker.bench import ConsumptionBench, keyed
+from tests.broker.bench import ConsumptionBench
 from tests.kafka_server import Kafka
 from tests.servers import free_ports
 from tests.sinks.conftest import Spawn
-from tests.sinks.support import GROUP, assert_all_in_order, delivery
+from tests.sinks.support import delivery, storm
 from tests.support import eventually
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -139,26 +138,14 @@ def test_what_cannot_be_right() -> None:
 def test_server_and_forwarder_killed_and_started_again(
     bench: ConsumptionBench, spawn: Spawn, kafka: Kafka, topic: str, kills: int
 ) -> None:
-    bench.declare("orders")
-    given: dict[str, Any] = {"url": bench.url, "sink": SINK, "topic": "orders", "name": topic}
-    given |= {"options": {"servers": kafka.servers, "timeout_seconds": 10}, "subscription": {"batch": 20}}
-    forwarder = spawn("tests.sinks.forward_process", given, faults="forward.after_acknowledgement=kill@10")
-    sent: list[Sent] = []
-    with bench.sequencing():
-        for number in range(kills):
-            sent += keyed("orders", 2000, 40, start=len(sent))
-            bench.publish(sent[-2000:])
-            if number == 0:
-                # It may be dead before it has stored how far it came.
-                assert forwarder.wait(120) == -9
-            else:
-                eventually(lambda: bench.lag(GROUP) < 1900, within_seconds=120, what="some are forwarded")
-            spawn("tests.sinks.forward_process", given)
-            kafka.kill()
-            kafka.start()
-        eventually(lambda: bench.lag(GROUP) == 0, within_seconds=180, what="everything is acknowledged")
-    assert_all_in_order(entries(written(kafka, topic)), sent)
-    bench.assert_conserved(GROUP)
+    given: dict[str, Any] = {"sink": SINK, "name": topic, "options": {"servers": kafka.servers, "timeout_seconds": 10}}
+    given["subscription"] = {"batch": 20}
+
+    def restart() -> None:
+        kafka.kill()
+        kafka.start()
+
+    storm(bench, spawn, given, lambda: entries(written(kafka, topic)), restart, kills, size=2000)
 
 
 def test_as_a_source_what_was_not_committed_comes_again_and_is_stored_once(

@@ -123,22 +123,13 @@ REFUSED: list[tuple[dict[str, Any], type[errors.OutboxError], str]] = [
     ({"topic": "no topic"}, errors.InvalidName, "topic name 'no topic' is not allowed"),
     ({"topic": "plain"}, errors.MessageTypeMismatch, "add TRANSACTION to its types"),
     ({"topic": "ordered"}, errors.InvalidMessage, "needs a key"),
-    ({"topic": None}, errors.InvalidName, "is not allowed"),
-    ({"key": "k" * 256}, errors.InvalidName, "up to 255 characters"),
     ({"key": "\x00"}, errors.InvalidName, "key"),
     ({"key": Hostile()}, errors.OutboxError, "key"),
-    ({"tag": "a b"}, errors.InvalidName, "tag"),
-    ({"headers": {"": "x"}}, errors.InvalidName, "header name"),
-    ({"headers": {"a": "\ud800"}}, errors.InvalidName, "header 'a'"),
     ({"headers": {"a": 1}}, errors.InvalidName, "header 'a'"),
     ({"body": "x" * 5_000_000}, errors.BodyTooLarge, "the limit is 4,194,304"),
     ({"body": {1, 2}}, errors.UnserialisableBody, "set is not JSON"),
-    ({"body": float("nan")}, errors.UnserialisableBody, "cannot be encoded"),
-    ({"delay": -1}, errors.UsageError, "must not be negative"),
-    ({"delay": float("nan")}, errors.UsageError, "delay must be seconds"),
     ({"delay": 1, "deliver_at": datetime.now(UTC)}, errors.UsageError, "not both"),
     ({"deliver_at": datetime(2030, 1, 1)}, errors.InvalidMessage, "has no time zone"),  # noqa: DTZ001
-    ({"timeout": 10**9}, errors.UsageError, "at most 999,999,999 seconds"),
     ({"timeout": 400 * 24 * 3600}, errors.InvalidMessage, "has a time limit of"),
 ]
 

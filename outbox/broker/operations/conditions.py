@@ -190,8 +190,8 @@ class Shown:
     `listed`: the list of what the condition is about; None if that is a server, a session, a table or a database, or
     in no list. `settled`: where one fact is settled, if not by a button.
     `settles`: the name of a fact of other conditions; such a fact is settled there, too. `figure`: the figure of the
-    overview that gets the colour of the condition. `mark`: the badge of a group that a fact names, in the list of
-    groups. `may_be_symptom`: another condition may be its cause, so it comes after the others.
+    overview that gets the colour of the condition. `may_be_symptom`: another condition may be its cause, so it comes
+    after the others.
     """
 
     listed: Place | None
@@ -199,7 +199,6 @@ class Shown:
     settles: str = ""
     remedies: Sequence[Remedy] = ()
     figure: str = ""
-    mark: str = ""
     may_be_symptom: bool = False
 
 

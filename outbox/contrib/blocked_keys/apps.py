@@ -18,10 +18,9 @@ class OutboxBlockedKeysConfig(AppConfig):
     verbose_name = "Outbox blocked keys"
 
     def ready(self) -> None:
-        """Join the core: a table of the broker, the calls of handlers, work of the leader, a condition, an action."""
+        """Join the core: a table of the broker, the calls of handlers, work of the leader, a condition."""
         content = {"blocking_message": f"{self.name}.blocking.replace_keys"}
         hooks.add_schema("blocked_keys", f"{self.name}.schema", content=content)
         hooks.add_handler_wrapper(BlockKey, f"{self.name}.calling.unless_blocked")
         hooks.add_leader_work("blocked_keys", f"{self.name}.releasing.Releasing")
         hooks.add_conditions(f"{self.name}.blocking", of_broker=True)
-        hooks.add_actions(f"{self.name}.actions")

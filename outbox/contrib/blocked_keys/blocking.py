@@ -43,28 +43,20 @@ FROM (
 JOIN {schema}.commit_log log ON log.message_id = %(message_id)s AND log.log_id > first.log_id
 """)
 _LIST: Final = Statement("""
-SELECT g.name AS "group", t.name AS topic, key, first.message_id, first.state, waiting,
+SELECT g.name AS "group", t.name AS topic, key, first.message_id, waiting,
        extract(epoch FROM clock_timestamp() - first.since)::double precision AS blocked_seconds
 FROM (
     SELECT group_id, topic_id, key, count(*) AS waiting FROM {schema}.blocking_message
     WHERE state = 'waiting' GROUP BY group_id, topic_id, key
 ) AS waits
 CROSS JOIN LATERAL (
-    SELECT message_id, state, since FROM {schema}.blocking_message b WHERE b.group_id = waits.group_id
+    SELECT message_id, since FROM {schema}.blocking_message b WHERE b.group_id = waits.group_id
       AND b.topic_id = waits.topic_id AND b.key = waits.key ORDER BY log_id LIMIT 1
 ) AS first
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.topic t USING (topic_id)
-WHERE (%(group)s::text IS NULL OR g.name = %(group)s) AND (%(topic)s::text IS NULL OR t.name = %(topic)s)
-  AND (%(key)s::text IS NULL OR key = %(key)s)
 ORDER BY first.since
 LIMIT 1000
-""")
-_UNBLOCK: Final = Statement("""
-DELETE FROM {schema}.blocking_message b
-USING {schema}.consumer_group g, {schema}.topic t
-WHERE b.group_id = g.group_id AND b.topic_id = t.topic_id AND g.name = %(group)s AND t.name = %(topic)s
-  AND b.key = %(key)s AND b.state = 'failed'
 """)
 _REPLACE: Final = Statement("""
 UPDATE {schema}.blocking_message SET key = %(replacement)s::text
@@ -75,13 +67,12 @@ WHERE topic_id = %(topic_id)s AND log_id = ANY(%(log_ids)s::bigint[]) AND %(repl
 
 @dataclass(frozen=True, slots=True)
 class BlockedKey:
-    """A key whose messages wait. `message_id`, `state`: the message that blocks it. `waiting`: how many wait."""
+    """A key whose messages wait. `message_id`: the message that blocks it. `waiting`: how many wait."""
 
     group: str
     topic: str
     key: str
     message_id: UUID
-    state: str
     waiting: int
     blocked_seconds: float
 
@@ -94,16 +85,9 @@ def first_of_key(
     return run.row(_FIRST, {**values, "message_id": message_id, "limit": limit}) or (None, False)
 
 
-def list_blocked_keys(
-    run: Executor, group: str | None = None, topic: str | None = None, key: str | None = None
-) -> Sequence[BlockedKey]:
+def list_blocked_keys(run: Executor) -> Sequence[BlockedKey]:
     """Return at most a thousand keys whose messages wait, the longest blocked first."""
-    return run.objects(BlockedKey, _LIST, {"group": group, "topic": topic, "key": key})
-
-
-def unblock(run: Executor, group: str, topic: str, key: str) -> None:
-    """Let the waiting messages of a key pass the open dead letters that block it. They stay dead letters."""
-    run.execute(_UNBLOCK, {"group": group, "topic": topic, "key": key})
+    return run.objects(BlockedKey, _LIST)
 
 
 def replace_keys(run: Executor, values: Mapping[str, Any]) -> int:
@@ -123,7 +107,7 @@ BLOCKED_KEY_SECONDS: Final = Threshold(
 @CONDITIONS.declare(
     meaning="A dead letter blocks its key: later messages of the key wait.",
     next_step="Correct the cause of its error. Then replay it with `outbox_dead_letter replay GROUP --error-type "
-    "TYPE`, or discard it; the waiting messages follow in order. `outbox_group unblock GROUP TOPIC KEY` lets them pass "
+    "TYPE`, or discard it; the waiting messages follow in order "
     "(docs/order-and-delay.md#dead-letters-that-keep-the-order).",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.urls import reverse
-from django.utils.html import format_html
 
 from outbox.broker.operations.conditions import (
     NO_LIST,
@@ -129,12 +128,6 @@ def _link(place: Place | None, fact: Fact) -> tuple[str, str]:
         return "", ""
     query = f"?{urlencode(given)}" if given else ""
     return f"{reverse(f'outbox:{place.page}')}{query}{'#' if place.section else ''}{place.section}", place.link
-
-
-def place_link(value: object, place: Place | None, fact: Fact) -> object:
-    """A value with a link to a place; the value if there is no place."""
-    address, _ = _link(place, fact)
-    return format_html('<a href="{}">{}</a>', address, value) if address else value
 
 
 def _filled(fields: Mapping[str, str], fact: Fact) -> dict[str, str]:

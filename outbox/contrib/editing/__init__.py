@@ -1,4 +1,4 @@
-"""Dead letters that operators edit, or redirect to another topic, because a handler cannot handle their content.
+"""Dead letters that operators edit, because a handler cannot handle their content.
 docs/editing.md is its page.
 
     INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.editing"]

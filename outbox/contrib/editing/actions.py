@@ -1,9 +1,9 @@
-"""The actions that edit and redirect dead letters, and the list of the edits with the content before each."""
+"""The action that edits dead letters, and the list of the edits with the content before each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,10 +23,10 @@ from outbox.contrib.django.actions.declaration import (
 )
 from outbox.contrib.django.actions.listing import COMMAND, Asked, Column, Listing
 from outbox.contrib.django.actions.messages import SETTLING, pinned_selection, settle_selected
-from outbox.contrib.django.engine.broker import get_broker, get_codecs, get_engine
+from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.contrib.editing.letters import NONE, Letter, Outcome, edit, edited, readable, redirect
+from outbox.contrib.editing.letters import NONE, Letter, Outcome, edit, edited, readable
 from outbox.errors import UsageError
 from outbox.message import Message
 from outbox.utils.faults import point
@@ -36,7 +36,6 @@ from outbox.utils.safe_text import class_name, masked_names, masked_value, show_
 _NOTED: Final = 100
 # Every edited body is read and written, so one action edits fewer letters than it would replay.
 _SELECTED: Final = (*SETTLING[:-1], replace(SETTLING[-1], default=1_000))
-_DIGEST: Final = Field("digest", "only if the plan has this digest, which --dry-run shows", label="Digest of the plan")
 
 
 @action(
@@ -48,7 +47,7 @@ _DIGEST: Final = Field("digest", "only if the plan has this digest, which --dry-
     Field("body", "the new body as JSON, in place of a patch", label="New body"),
     Field("headers", "a JSON merge patch of the headers", label="Patch of the headers"),
     Field("replay", "also deliver the edited letters again", FieldKind.FLAG, label="Also replay them"),
-    _DIGEST,
+    Field("digest", "only if the plan has this digest, which --dry-run shows", label="Digest of the plan"),
     form=ListForm("edited", "Edit dead letters", "Edit …", left_empty=("digest", "until")),
     shows_bodies=True,
 )
@@ -73,18 +72,52 @@ def _edit(values: Values) -> ActionPlan:
             raise
         return message
 
-    def do(run: Executor, selection: LetterSelection, limit: int) -> Outcome:
-        outcome = edit(run, group, selection, changed, masked=_masked, limit=limit)
-        if values["replay"]:
-            replay(run, group, LetterSelection(message_ids=list(outcome.changed)), limit=limit)
-        return outcome
+    selection, which = pinned_selection(values)
 
-    return _planned(
-        values,
-        do,
-        "edited",
-        "Edit {letters} of group {group}{which}" + (", and deliver them again." if values["replay"] else "."),
-        others="A message has one content for all groups, so these groups, too, get the new one: ",
+    def once(digest: str | None, *, dry_run: bool) -> Outcome:
+        outcomes = []
+
+        def settle(run: Executor, _: str, selection: LetterSelection, *, limit: int) -> int:
+            outcomes.append(edit(run, group, selection, changed, masked=_masked, limit=limit))
+            if digest not in (None, outcomes[0].digest):
+                raise UsageError(
+                    f"nothing was edited: the dead letters of group {group!r} have changed since this plan was made. "
+                    "Repeat the action to see the new plan."
+                )
+            if values["replay"]:
+                replay(run, group, LetterSelection(message_ids=outcomes[0].changed), limit=limit)
+            return outcomes[0].selected
+
+        settle_selected(settle, "edited", group, selection, limit=values["limit"], dry_run=dry_run)
+        return outcomes[0]
+
+    planned = once(values["digest"], dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        outcome = once(planned.digest, dry_run=False)
+        point("editing.after_commit")
+        get_broker().notify_decided()
+        return _facts(outcome)
+
+    letters, ids = counted(len(planned.changed), "dead letter"), planned.changed
+    again = ", and deliver them again" if values["replay"] else ""
+    more = f" One action takes at most {selected} letters." if (selected := planned.selected) == values["limit"] else ""
+    others = (
+        " A message has one content for all groups, so these groups, too, get the new one: "
+        f"{', '.join(planned.groups)}."
+        if planned.groups
+        else ""
+    )
+    return ActionPlan(
+        subject=f"messages {ids[0]}" if len(ids) == 1 else f"dead letters of group {group}",
+        effect=f"Edit {letters} of group {group}{which}{again}.{more}{others}",
+        # The audit does not store the caution, so only here are contents.
+        caution="\n".join([*planned.shown, f"Digest: {planned.digest}"]),
+        dangerous=True,
+        before=_facts(planned),
+        pinned={"until": str(selection.until), "digest": planned.digest},
+        nothing=not ids,
+        do=do,
     )
 
 
@@ -102,76 +135,10 @@ def _masked(topic: str) -> frozenset[str]:
     return masked_names(get_settings().masked_fields, topic)
 
 
-@action(
-    "redirect",
-    "Publish dead letters to another topic",
-    "outbox_dead_letter redirect",
-    *_SELECTED,
-    Field("to", "the topic that gets the messages", required=True, label="To topic"),
-    _DIGEST,
-    form=ListForm("edited", "Redirect dead letters to another topic", "Redirect …", left_empty=("digest", "until")),
-)
-def _redirect(values: Values) -> ActionPlan:
-    group, to, catalog = values["group"], values["to"], get_engine().catalog
-    return _planned(
-        values,
-        lambda run, selection, limit: redirect(run, group, selection, to, catalog, limit=limit),
-        "redirected",
-        "Publish {letters} of group {group}{which} to topic {to} as new messages, and discard the letters.",
-        others="These groups get the messages: ",
-    )
-
-
-def _planned(
-    values: Values, do: Callable[[Executor, LetterSelection, int], Outcome], done: str, effect: str, *, others: str
-) -> ActionPlan:
-    """Return the plan of an action that calls `do` in a transaction, if the letters are still those of the plan."""
-    group = values["group"]
-    selection, which = pinned_selection(values)
-
-    def once(digest: str | None, *, dry_run: bool) -> Outcome:
-        outcomes = []
-
-        def settle(run: Executor, _: str, selection: LetterSelection, *, limit: int) -> int:
-            outcomes.append(do(run, selection, limit))
-            if digest not in (None, outcomes[0].digest):
-                raise UsageError(
-                    f"nothing was {done}: the dead letters of group {group!r} have changed since this plan was made. "
-                    "Repeat the action to see the new plan."
-                )
-            return outcomes[0].selected
-
-        settle_selected(settle, done, group, selection, limit=values["limit"], dry_run=dry_run)
-        return outcomes[0]
-
-    planned = once(values["digest"], dry_run=True)
-
-    def do_it() -> Mapping[str, Any]:
-        outcome = once(planned.digest, dry_run=False)
-        point("editing.after_commit")
-        get_broker().notify_decided()
-        return _facts(outcome, done)
-
-    letters, ids = counted(len(planned.changed), "dead letter"), list(planned.changed)
-    more = f" One action takes at most {selected} letters." if (selected := planned.selected) == values["limit"] else ""
-    groups = f" {others}{', '.join(planned.groups)}." if planned.groups else ""
-    return ActionPlan(
-        subject=f"messages {ids[0]}" if len(ids) == 1 else f"dead letters of group {group}",
-        effect=effect.format(letters=letters, which=which, **values) + more + groups,
-        # The audit does not store the caution, so only here are contents.
-        caution="\n".join([*planned.shown, f"Digest: {planned.digest}"]),
-        dangerous=True,
-        before=_facts(planned, done),
-        pinned={"until": str(selection.until), "digest": planned.digest},
-        nothing=not ids,
-        do=do_it,
-    )
-
-
-def _facts(outcome: Outcome, done: str) -> dict[str, Any]:
-    ids = [f"{old} as {new}" if new != old else str(old) for old, new in outcome.changed.items()]
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    ids = list(map(str, outcome.changed))
     left = [f"{one} ({reason})" for one, reason in outcome.left.items()]
-    return {done: len(ids), "messages": ids[:_NOTED], "left": len(left)} | ({LEFT: left[:_NOTED]} if left else {})
+    return {"edited": len(ids), "messages": ids[:_NOTED], "left": len(left)} | ({LEFT: left[:_NOTED]} if left else {})
 
 
 # -- the contents before the edits ----------------------------------------------------------------------

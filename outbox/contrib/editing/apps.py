@@ -6,17 +6,17 @@ from django.apps import AppConfig
 
 from outbox import hooks
 
-hooks.add_fault_points("editing.after_original", "editing.after_change", "editing.after_append", "editing.after_commit")
+hooks.add_fault_points("editing.after_original", "editing.after_change", "editing.after_commit")
 
 
 class OutboxEditingConfig(AppConfig):
-    """Dead letters that operators edit or redirect. Add 'outbox.contrib.editing' to INSTALLED_APPS to use it."""
+    """Dead letters that operators edit. Add 'outbox.contrib.editing' to INSTALLED_APPS to use it."""
 
     name = "outbox.contrib.editing"
     label = "outbox_editing"
     verbose_name = "Outbox editing"
 
     def ready(self) -> None:
-        """Join the core: a table of the broker, which an erasure empties, two actions and a listing."""
+        """Join the core: a table of the broker, which an erasure empties, an action and a listing."""
         hooks.add_schema("editing", f"{self.name}.schema", content={"edited_letter": f"{self.name}.letters.erase"})
         hooks.add_actions(f"{self.name}.actions")

@@ -1,8 +1,7 @@
-"""Edit dead letters, and redirect dead letters to another topic.
+"""Edit dead letters.
 
 An edit changes the message in the log and keeps its id and its place. So the inbox knows the message, its key keeps its
-order, and its effect happens once. `edited_letter` keeps the content before each edit. A redirected letter becomes a
-new message of the other topic, and the dead letter is discarded.
+order, and its effect happens once. `edited_letter` keeps the content before each edit.
 """
 
 from __future__ import annotations
@@ -19,20 +18,15 @@ from outbox.broker.database.arrays import bigints, dump_headers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.log.commit_log import append_decided
-from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.dead_letters import LetterSelection, discard, lock
+from outbox.broker.operations.dead_letters import LetterSelection, lock
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.codec import OWN_CONTENT_TYPES, Codecs, JsonCodec
 from outbox.erased import ERASED_CONTENT_TYPE
 from outbox.errors import OutboxError
 from outbox.message import Message
 from outbox.utils.faults import point
-from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import MASK, class_name, inert, masked_value, shown_text
 
-# The header of a redirected message: the id of the dead letter.
-REDIRECTED_FROM: Final = "outbox-redirected-from"
 # The value of a field, or a new body, that is not given.
 NONE: Final[Any] = object()
 # So many bodies are in memory at a time. So many letters, and characters of a value, are shown.
@@ -68,7 +62,7 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND content_type <> %(erased)s
 
 
 class LeftAsItIs(OutboxError):
-    """The letter cannot be edited or redirected. The text is stored in the audit, so it has nothing of the content."""
+    """The letter cannot be edited. The text is stored in the audit, so it has nothing of the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +110,14 @@ def edited(letter: Letter, codecs: Codecs, *, body: Any = NONE, patch: Any = NON
 
 @dataclass(slots=True)
 class Outcome:
-    """What an edit or a redirect does.
+    """What an edit does.
 
-    `changed`: the ids of the letters, and of their messages afterwards. `left`: why others stay as they are. `shown`:
-    the differences and errors of the first letters. `groups`: the other groups that get the content. `digest`: a hash
-    of the content before and after.
+    `changed`: the ids of the letters. `left`: why others stay as they are. `shown`: the differences and errors of the
+    first letters. `groups`: the other groups that get the content. `digest`: a hash of the content before and after.
     """
 
     selected: int = 0
-    changed: dict[UUID, UUID] = field(default_factory=dict)
+    changed: list[UUID] = field(default_factory=list)
     left: dict[UUID, str] = field(default_factory=dict)
     shown: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
@@ -145,61 +138,7 @@ def edit(
     If `changed` raises an error, the letter stays as it is. `masked` returns the fields of a topic that are not shown.
     """
     group_id = group_id_of(run, group)
-    by_topic: dict[str, list[UUID]] = {}
-
-    def store(letter: Letter, message: Message) -> str:
-        by_topic.setdefault(letter.topic, []).append(letter.message_id)
-        run.execute(_KEEP, {"group_id": group_id, "log_id": letter.log_id})
-        point("editing.after_original")
-        headers = dump_headers(message.headers) if message.headers else None
-        content = {"content_type": message.content_type, "headers": headers, "body": message.body}
-        run.execute(_CHANGE, {**content, "log_id": letter.log_id})
-        point("editing.after_change")
-        return "; ".join(differences(letter, message, masked(letter.topic)))
-
-    outcome = _each(run, lock(run, group, selection, limit=limit), changed, store)
-    for topic, ids in by_topic.items():
-        for [other] in run.rows(_GROUPS, {"topic": topic}):
-            unfinished = {Whereabouts.WAITING, Whereabouts.DEAD} & {*whereabouts(run, other, ids).values()}
-            if other != group and unfinished and other not in outcome.groups:
-                outcome.groups.append(other)
-    return outcome
-
-
-def redirect(
-    run: Executor, group: str, selection: LetterSelection, to: str, catalog: TopicCatalog, *, limit: int
-) -> Outcome:
-    """Publish dead letters of a group to the topic `to`, and discard them, in the open transaction.
-
-    Raises UnknownGroup and UnknownTopic.
-    """
-    topic = TopicCatalog(run.schema).get(run.connection, to).topic
-
-    def redirected(letter: Letter) -> Message:
-        if letter.topic == to:
-            raise LeftAsItIs("it is of this topic already")
-        headers = {**letter.headers, REDIRECTED_FROM: str(letter.message_id)}
-        message = letter.message(topic=to, message_id=uuid7(), headers=headers)
-        topic.check_accepts(message, transactional=None)
-        return message
-
-    def store(letter: Letter, message: Message) -> str:
-        append_decided(run, catalog, [message], transactional=None)
-        point("editing.after_append")
-        return f"from topic {letter.topic}"
-
-    outcome = _each(run, lock(run, group, selection, limit=limit), redirected, store)
-    discard(run, group, LetterSelection(message_ids=list(outcome.changed)), limit=limit)
-    outcome.groups = [name for (name,) in run.rows(_GROUPS, {"topic": to})]
-    return outcome
-
-
-def _each(
-    run: Executor,
-    log_ids: Sequence[int],
-    changed: Callable[[Letter], Message],
-    store: Callable[[Letter, Message], str],
-) -> Outcome:
+    log_ids, by_topic = lock(run, group, selection, limit=limit), dict[str, list[UUID]]()
     outcome, digest = Outcome(selected=len(log_ids)), hashlib.sha256()
     for letter in _read(run, log_ids):
         try:
@@ -216,14 +155,29 @@ def _each(
             outcome.left[letter.message_id] = class_name(error)
             shown = f"left as it is: {shown_text(error)}"
         else:
-            shown = store(letter, message)
-            outcome.changed[letter.message_id] = message.message_id
-            content = (message.topic, message.content_type, message.headers, message.body)
-            digest.update(repr((letter, content)).encode())
+            _store(run, group_id, letter, message)
+            shown = "; ".join(differences(letter, message, masked(letter.topic)))
+            outcome.changed.append(letter.message_id)
+            by_topic.setdefault(letter.topic, []).append(letter.message_id)
+            digest.update(repr((letter, message.content_type, message.headers, message.body)).encode())
         if len(outcome.shown) < _SHOWN:
             outcome.shown.append(f"{letter.message_id}: {shown}")
     outcome.digest = digest.hexdigest()[:16]
+    for topic, ids in by_topic.items():
+        for [other] in run.rows(_GROUPS, {"topic": topic}):
+            unfinished = {Whereabouts.WAITING, Whereabouts.DEAD} & {*whereabouts(run, other, ids).values()}
+            if other != group and unfinished and other not in outcome.groups:
+                outcome.groups.append(other)
     return outcome
+
+
+def _store(run: Executor, group_id: int, letter: Letter, message: Message) -> None:
+    run.execute(_KEEP, {"group_id": group_id, "log_id": letter.log_id})
+    point("editing.after_original")
+    headers = dump_headers(message.headers) if message.headers else None
+    content = {"content_type": message.content_type, "headers": headers, "body": message.body}
+    run.execute(_CHANGE, {**content, "log_id": letter.log_id})
+    point("editing.after_change")
 
 
 def _read(run: Executor, log_ids: Sequence[int]) -> Iterator[Letter]:

@@ -8,7 +8,7 @@ from outbox import hooks
 from outbox.contrib.forwarding.settings import ForwardSettings
 
 hooks.add_settings(ForwardSettings)
-hooks.add_fault_points("forward.after_acknowledgement", "forward.before_disabled")
+hooks.add_fault_points("forward.after_acknowledgement")
 
 
 class OutboxForwardingConfig(AppConfig):
@@ -16,11 +16,10 @@ class OutboxForwardingConfig(AppConfig):
 
     name = "outbox.contrib.forwarding"
     label = "outbox_forwarding"
-    default_auto_field = "django.db.models.BigAutoField"
     verbose_name = "Outbox forwarding"
 
     def ready(self) -> None:
-        """Join the core: a role of workers, a condition, an action with its listing, and a table."""
+        """Join the core: a role of workers."""
         hooks.add_role(
             "forward",
             # No worker starts this role by itself: it needs credentials for other systems, so an operator starts it on
@@ -33,7 +32,3 @@ class OutboxForwardingConfig(AppConfig):
                 groups="outbox.contrib.forwarding.running.declared_groups",
             ),
         )
-        hooks.add_conditions("outbox.contrib.forwarding.endpoints")
-        hooks.add_actions("outbox.contrib.forwarding.actions")
-        # The reason why an endpoint is disabled is its answer, which is about no message.
-        hooks.add_tables(self.label, content={"ForwardEndpoint": None})

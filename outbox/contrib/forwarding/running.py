@@ -16,10 +16,9 @@ from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import chosen, get_settings, imported, made, settings_of
 from outbox.contrib.django.worker.workers import prepare_to_consume, wait_until_prepared
-from outbox.contrib.forwarding.endpoints import ForwardEndpoints
 from outbox.contrib.forwarding.settings import DEAD_LETTER, DeclaredForward, ForwardSettings
 from outbox.contrib.forwarding.sinks.formats import format_named
-from outbox.contrib.forwarding.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
+from outbox.contrib.forwarding.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.forwarding.sinks.sink import Sink
 from outbox.ports import AnyHandler, ConsumeCounts, Consumers
 from outbox.subscription import Start, Subscription
@@ -59,30 +58,22 @@ def forward_and_say(groups: Sequence[str]) -> str:
 def forwarding(*, groups: Sequence[str] = (), stop: threading.Event | None = None) -> Iterator[Consumers]:
     """Make the consumers and the sinks of the groups. The sinks are closed at the end of the block.
 
-    With `stop`, the block runs until `stop` is set: the function first waits for the databases, and a thread reads and
-    stores the states of the endpoints. Without `stop`, the function fails if a database does not answer, and the states
-    are read and stored only at the beginning and at the end of the block.
+    With `stop`, the function first waits until the databases answer. Without `stop`, it fails if one of them does not.
     """
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as stack:
         wanted: list[tuple[Subscription, AnyHandler]] = []
         declared_here = chosen("OUTBOX['FORWARD']", settings_of(ForwardSettings).forward, groups, _PURPOSE)
-        endpoints = ForwardEndpoints(list(declared_here))
         for group, declared in declared_here.items():
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
             stack.callback(sink.close)
-            wanted += _subscriptions(group, declared, sink, endpoints.of(group))
+            wanted += _subscriptions(group, declared, sink)
         if stop is None:
             prepare_to_consume()
         else:
             wait_until_prepared(stop)
         warn_of_new_groups([one.group for one, _ in wanted])
-        if stop is None:
-            endpoints.sync()
-            stack.callback(endpoints.sync)
-        else:
-            stack.enter_context(endpoints.in_sync())
         yield ConsumerRuntime(
             broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
         )
@@ -98,9 +89,7 @@ def _sink(where: str, declared: DeclaredForward) -> Sink:
     return cast(Sink, made(where, imported(f"{where}['sink']", declared.sink), declared.options))
 
 
-def _subscriptions(
-    group: str, declared: DeclaredForward, sink: Sink, endpoint: Endpoint
-) -> Iterator[tuple[Subscription, AnyHandler]]:
+def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterator[tuple[Subscription, AnyHandler]]:
     form = format_named(declared.format, binding=sink.binding, source=declared.source)
     stored = hooks.body_forms.get(REFERENCE_CONTENT_TYPE)
     unread = None if stored is None else hooks.resolved(stored.codec)(RawCodecs()).unread
@@ -117,4 +106,4 @@ def _subscriptions(
             suspend_seconds=declared.suspend_seconds,
             start=declared.start or Start.EARLIEST,
         )
-        yield wanted, Forwarder(sink, there, form, endpoint, unread)
+        yield wanted, Forwarder(sink, there, form, unread)

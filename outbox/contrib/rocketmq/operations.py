@@ -1,4 +1,4 @@
-"""What an operator sees of RocketMQ: conditions, figures, dead letters, open transactions, the path of a message.
+"""What an operator sees of RocketMQ: conditions, figures, dead letters, open transactions.
 
 The figures come from the administration ports of the brokers (`outbox.rocketmq.inspection`). The errors of dead letters
 and the outcomes of transactions come from the application's database.
@@ -47,7 +47,6 @@ from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, P
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
-from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
 from outbox.contrib.rocketmq import dead_letter_notes, relay_rows
@@ -58,7 +57,7 @@ from outbox.contrib.rocketmq.relay_rows import RelayBacklog
 from outbox.errors import BrokerError, UnknownGroup, UsageError
 from outbox.rocketmq import inspection
 from outbox.rocketmq.admin import Admin, brokers_of
-from outbox.rocketmq.inspection import Copy, GroupFigures, Letter, OpenHalf, TopicFigures
+from outbox.rocketmq.inspection import GroupFigures, Letter, OpenHalf, TopicFigures
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +65,11 @@ REPLAY_CAUTION: Final = (
     "On RocketMQ, every group of the topic gets the messages again; the inboxes skip what they have handled."
 )
 OVERVIEW_PAGE: Final = "rocketmq"
-MESSAGE_PAGE: Final = "rocketmq_message"
 
 # RocketMQ's proxy caches the topics. So for about 20 s, the proxy may report that a new topic is missing, or may report
 # the former type of a changed topic.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
-# The page of the overview lists so many.
-_MOST_HALVES: Final = 50
 _CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
 # An operator waits for the answer, and a page has a deadline of 5 s.
 _ANSWER_SECONDS: Final = 2.0
@@ -99,11 +95,6 @@ class ServerFigures:
     def unsettled(self) -> list[tuple[str, int]]:
         """The groups with dead letters that no operator has settled, and their numbers."""
         return [(group, count) for group, count in self.dead.items() if count]
-
-    @property
-    def oldest_halves(self) -> Sequence[OpenHalf]:
-        """The undecided half messages that the page lists."""
-        return self.halves[:_MOST_HALVES]
 
     def headline(self) -> str:
         """The producer group with its undecided half messages."""
@@ -137,40 +128,6 @@ class ServerFigures:
             "undecided": sum(not one.is_given_up for one in self.halves),
             "given_up": sum(one.is_given_up for one in self.halves),
             "relay": [dataclasses.asdict(one) for one in self.relay],
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MessagePath:
-    """All that is known about a message: its copies on RocketMQ, its ledger row, and the groups that handled it."""
-
-    copies: Sequence[Copy]
-    ledger: Mapping[UUID, str]
-    handled: Sequence[tuple[str, datetime]]
-    letters: Sequence[DeadLetter]
-
-    def sections(self) -> dict[str, list[dict[str, Any]]]:
-        """Plain values, by section."""
-        return {
-            "copies": [
-                {
-                    "place": one.place,
-                    "message_id": str(one.message.message_id),
-                    "topic": one.message.topic,
-                    "key": one.message.key,
-                    "broker": one.broker,
-                    "queue": one.queue,
-                    "offset": one.offset,
-                    "stored_at": one.stored_at.isoformat(),
-                }
-                for one in self.copies
-            ],
-            "ledger": [{"transaction_id": str(one), "outcome": outcome} for one, outcome in self.ledger.items()],
-            "handled": [{"group": group, "handled_at": at.isoformat()} for group, at in self.handled],
-            "dead_letters": [
-                {"group": one.group, "dead_at": one.dead_at.isoformat(), "attempts": one.attempts, "error": one.error}
-                for one in self.letters
-            ],
         }
 
 
@@ -553,7 +510,7 @@ def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay
     return len(newest)
 
 
-# -- transactions and messages --------------------------------------------------------------------------
+# -- transactions ---------------------------------------------------------------------------------------
 
 
 def open_transactions(producer_group: str | None = None) -> list[dict[str, Any]]:
@@ -595,65 +552,6 @@ def _outcomes(transactions: Mapping[UUID, UUID | None]) -> dict[UUID, str]:
             continue
         found |= {one: _OUTCOMES.get(rows.get(one, ""), "no row: it still runs, or was rolled back") for one in mine}
     return {one: found.get(one, "unknown: no readable database has its ledger") for one in transactions}
-
-
-def find_path(message_id: UUID) -> MessagePath | None:
-    """The path of a message; None if neither RocketMQ nor the relay has it, and no group has handled it.
-
-    Raises BrokerError.
-    """
-    admins, subscriptions = brokers(), pairs()
-    topics = sorted({*get_settings().topics, *(topic for _, topic in subscriptions)})
-    waiting = [copy for alias in ledger_aliases(usable=True) for copy in _at_relay(alias, message_id)]
-    copies = [*waiting, *inspection.find(admins, str(message_id), topics, subscriptions)]
-    handled = [row for alias in ledger_aliases(usable=True) for row in _handled(alias, message_id)]
-    transactions = {one.transaction_id: one.ledger_id for one in copies if one.transaction_id is not None}
-    only = LetterSelection(message_ids=[message_id])
-    groups = sorted({one.place.removeprefix("dead letter of group ") for one in copies if one.place.startswith("dead")})
-    letters = [shown for group in groups for _, shown in _letters(admins, group, only, settled=True)]
-    if not copies and not handled:
-        return None
-    return MessagePath(copies=copies, ledger=_outcomes(transactions), handled=handled, letters=letters)
-
-
-def absent(message_id: UUID) -> str:
-    """The text for a message of which `find_path` finds nothing."""
-    return (
-        f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it: it was "
-        "never stored, its transaction was rolled back, or RocketMQ has deleted it (fileReservedTime)."
-    )
-
-
-def _at_relay(alias: str, message_id: UUID) -> list[Copy]:
-    """The row of a message that waits for the relay. It has no ledger row, so it names no transaction."""
-    try:
-        rows = list(relay_rows.rows_on(alias).filter(message_id=message_id))
-    except DatabaseError as error:
-        logger.info("the relay's rows of alias %r cannot be read: %s", alias, str(error).strip())
-        return []
-    return [
-        Copy(
-            place=f"relay ({row.state})",
-            topic=row.topic,
-            message=relay_rows.message_of(alias, row),
-            broker=alias,
-            queue=0,
-            offset=row.sequence,
-            stored_at=relay_rows.message_of(alias, row).born_at,
-            transaction_id=None,
-            ledger_id=None,
-        )
-        for row in rows
-    ]
-
-
-def _handled(alias: str, message_id: UUID) -> list[tuple[str, datetime]]:
-    rows = InboxEntry.objects.using(alias).filter(message_id=message_id)
-    try:
-        return list(rows.values_list("group", "handled_at"))
-    except DatabaseError as error:
-        logger.info("the inbox of alias %r cannot be read: %s", alias, str(error).strip())
-        return []
 
 
 # -- metrics --------------------------------------------------------------------------------------------

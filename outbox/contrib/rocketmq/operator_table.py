@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+_BY_KEY: Final = (
+    "`mqadmin queryMsgByKey` finds messages by id and by key; the table `outbox_inbox` says who handled one."
+)
 _LEDGER_DECIDES: Final = (
     "RocketMQ asks about undecided transactions, and the ledger answers. Start a worker; `outbox_transaction list` "
     "shows what is undecided."
 )
 _MQADMIN: Final = "Use RocketMQ's own tool:"
-_ON_POSTGRES: Final = "Run it with settings whose BROKER is the alias of a broker in PostgreSQL."
-_PUBLISH_ANEW: Final = "Publish the corrected message anew, then `outbox_dead_letter discard`."
 
 COMMANDS: Final[Mapping[str, str]] = {
     "outbox_audit": "`outbox_status` shows the counts that RocketMQ has.",
     "outbox_audit compare": "RocketMQ deletes messages by age, so a missing one proves nothing. Keep backups of it.",
-    "outbox_dead_letter edit": _PUBLISH_ANEW,
-    "outbox_dead_letter redirect": _PUBLISH_ANEW,
-    "outbox_endpoint list": _ON_POSTGRES,
-    "outbox_endpoint enable": _ON_POSTGRES,
+    "outbox_dead_letter edit": "Publish the corrected message anew, then `outbox_dead_letter discard`.",
     "outbox_erase": "RocketMQ changes no stored message: publish with `Subject`, then `outbox_subject_key delete`.",
     "outbox_finding repair": "Publish the missing messages again from a task of your own.",
     "outbox_group offsets": f"{_MQADMIN} `mqadmin consumerProgress`.",
@@ -36,10 +34,11 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
     "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
-    "outbox_message list": "`outbox_message show` finds a message by its id, and `mqadmin queryMsgByKey` by its key.",
+    "outbox_message list": _BY_KEY,
     "outbox_message recall": "`outbox_relay discard` works while a message waits for the relay. Later, let the handler "
     "check whether the message still matters.",
     "outbox_message redeliver": "Delete the row of the group's inbox, then `mqadmin resetOffsetByTime`.",
+    "outbox_message show": _BY_KEY,
     "outbox_process list": "`mqadmin consumerConnection` lists the clients of the proxies.",
     "outbox_reconcile": "Reconciliation reads PostgreSQL only. Compare the tables of both services by SQL.",
     "outbox_repair": "Publish the missing messages again from a task of your own.",
@@ -58,7 +57,8 @@ COMMANDS: Final[Mapping[str, str]] = {
 _OVERVIEW: Final = "The overview page shows this for RocketMQ."
 PAGES: Final[Mapping[str, str]] = {
     "history": "Draw the metrics with Grafana.",
-    "search": "Use `mqadmin queryMsgByKey`, or `outbox_message show`.",
+    "search": _BY_KEY,
+    "message": _BY_KEY,
     "undecided": _OVERVIEW,
     "dead_letters": _OVERVIEW,
     "waiting": "RocketMQ does not list waiting messages; the overview page shows the number of retries per group.",
@@ -68,7 +68,6 @@ PAGES: Final[Mapping[str, str]] = {
     "topics": _OVERVIEW,
     "topic": _OVERVIEW,
     "schedules": "Use Celery beat.",
-    "endpoints": _ON_POSTGRES,
     "incidents": "The log of each process has them.",
 }
 

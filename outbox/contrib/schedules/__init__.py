@@ -1,11 +1,4 @@
-"""Schedules: the leader publishes a message at each due moment of a cron expression. docs/schedules.md is their page.
+"""Schedules: the leader publishes a message at each due moment of a cron expression.
 
-INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.schedules"]
-
-    @scheduled("0 3 * * *", topic="reports", group="reports")
-    def nightly_report(delivery): ...
+docs/schedules.md is their page.
 """
-
-from outbox.contrib.schedules.decorator import scheduled
-
-__all__ = ["scheduled"]

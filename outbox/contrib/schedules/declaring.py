@@ -1,4 +1,4 @@
-"""The schedules of a service: from OUTBOX['SCHEDULES'] and `@scheduled` to the rows of the broker.
+"""The schedules of a service: from OUTBOX['SCHEDULES'] to the rows of the broker.
 
 A worker stores the declarations at its start and once a minute (`declare_schedules`).
 """
@@ -16,8 +16,6 @@ from outbox.broker.database.executor import Executor
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, settings_of
-from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.contrib.schedules.decorator import scheduled_functions
 from outbox.contrib.schedules.schedule import Schedule, declare
 from outbox.contrib.schedules.settings import DeclaredSchedule, ScheduleSettings
 from outbox.errors import ConfigurationError, OutboxError
@@ -29,12 +27,11 @@ def declared_schedules(settings: OutboxSettings) -> list[Schedule]:
 
     Raises ConfigurationError or UnserialisableBody.
     """
-    return [_schedule(settings, name, one) for name, one in _all().items()]
+    return [_schedule(settings, name, one) for name, one in settings_of(ScheduleSettings).schedules.items()]
 
 
 def declare_schedules() -> Mapping[str, Any]:
     """Store the schedules of this project on the broker, and return the counts. Raises OutboxError."""
-    autodiscover()
     settings = get_settings()
     if not settings.has_database or not settings.producer_group:
         if problem := next(schedule_problems(settings), ""):
@@ -57,11 +54,7 @@ def check_schedules(**options: Any) -> list[CheckMessage]:
 
 def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
     """Yield a text for each schedule that the leader could not publish."""
-    try:
-        declared = _all()
-    except ConfigurationError as error:
-        yield shown_text(error)
-        return
+    declared = settings_of(ScheduleSettings).schedules
     if declared and not settings.has_database and not settings.in_memory:
         yield (
             f"the schedules {', '.join(map(repr, declared))} are published by the leader of the bundled broker, and "
@@ -88,18 +81,6 @@ def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
             known.topic.check_accepts(message, transactional=None)
         except OutboxError as error:
             yield f"the schedule {name!r} cannot be published: {shown_text(error)}"
-
-
-def _all() -> dict[str, DeclaredSchedule]:
-    found = dict(settings_of(ScheduleSettings).schedules)
-    for name, (declared, path) in scheduled_functions().items():
-        if name in found:
-            raise ConfigurationError(
-                f"the schedule {name!r} is declared in OUTBOX['SCHEDULES'] and by @scheduled of {path}: remove one of "
-                "the declarations, or give one of them another name."
-            )
-        found[name] = declared
-    return found
 
 
 def _schedule(settings: OutboxSettings, name: str, one: DeclaredSchedule) -> Schedule:

@@ -38,7 +38,7 @@ def _timezone(where: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredSchedule:
-    """One entry of SCHEDULES, or one `@scheduled`."""
+    """One entry of SCHEDULES."""
 
     cron: str = required(
         Rule("cron expression", _cron),
@@ -64,12 +64,6 @@ class DeclaredSchedule:
         meaning="what is published after a pause, or after a time without a leader "
         "([missed due moments](#missed-due-moments))",
     )
-
-
-def read_schedule(where: str, name: object, given: object) -> DeclaredSchedule:
-    """Check the name and the options of a schedule that is declared at the place `where`. Raises ConfigurationError."""
-    group.check(f"{where}, name", name)
-    return read(DeclaredSchedule, where, given)
 
 
 def _entry(where: str, name: str, given: object) -> DeclaredSchedule:

@@ -22,8 +22,6 @@ def run_schedule(name: str) -> Message:
     In a test no leader runs, so no schedule is due by itself. Raises ConfigurationError for an unknown name.
     """
     declared = {one.name: one for one in declared_schedules(get_settings())}
-    message = chosen("OUTBOX['SCHEDULES'] or @scheduled", declared, [name], "to run")[name].message(
-        datetime.now(UTC), uuid7()
-    )
+    message = chosen("OUTBOX['SCHEDULES']", declared, [name], "to run")[name].message(datetime.now(UTC), uuid7())
     get_broker().send([message], committed=True)
     return message

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +11,10 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.message import Delivery
 from outbox.ports import AnyHandler
-from outbox.utils import faults
 from tests.broker.bench import ConsumptionBench
 from tests.broker.fair_share.support import fair, of
 from tests.broker.inbox import InboxInvoker
-from tests.support import eventually
+from tests.support import eventually, killed
 
 FLOOD, OTHERS = 600, 40
 _EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VALUES (%s, %s, %s, %s, %s, %s)"
@@ -64,21 +61,17 @@ def consumer(orders: ConsumptionBench, name: str) -> Iterator[None]:
 
 def killed_at(orders: ConsumptionBench, point: str, visit: int) -> bool:
     """Whether a consumer process was killed at a visit of a point."""
-    child = os.fork()
-    if child == 0:
-        try:
-            invoker = InboxInvoker(orders.url)
-            faults.arm(f"{point}=kill@{visit}")
-            ConsumerRuntime(
-                BrokerDatabase(conninfo=orders.url),
-                [(fair(threads=2), effects_of(invoker, "killed"))],
-                invoker=invoker,
-                lease_seconds=1.0,
-            ).run_once()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+    def work() -> None:
+        invoker = InboxInvoker(orders.url)
+        ConsumerRuntime(
+            BrokerDatabase(conninfo=orders.url),
+            [(fair(threads=2), effects_of(invoker, "killed"))],
+            invoker=invoker,
+            lease_seconds=1.0,
+        ).run_once()
+
+    return killed(work, f"{point}=kill@{visit}")
 
 
 def assert_each_once(orders: ConsumptionBench, expected: int = FLOOD + OTHERS) -> None:

@@ -39,13 +39,12 @@ def held(run: Executor) -> Counter[str]:
     return Counter(key for (key,) in rows)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_interleaving_exceeds_the_limit(run: Executor, seed: int) -> None:
+def test_no_interleaving_exceeds_the_limit(run: Executor) -> None:
     """Instances take, release, renew, die and freeze. A frozen instance has forgotten what it may still hold."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     instances = [uuid4() for _ in range(4)]
     known: dict[UUID, set[tuple[str, int]]] = {instance: set() for instance in instances}
-    for _ in range(150):
+    for _ in range(300):
         instance = chance.choice(instances)
         step = chance.choice(["take", "take", "release", "renew", "expire", "die"])
         if step == "take":
@@ -218,16 +217,14 @@ def test_shares_are_fair_and_use_every_slot() -> None:
     assert [fair_share(10, {a: 0, b: 20, c: 1}, one, 0) for one in (a, b, c)] == [0, 9, 1]
     for rotation in range(3):
         assert sum(fair_share(1, {a: 8, b: 8, c: 8}, one, rotation) for one in (a, b, c)) == 1
-    assert {one for one in (a, b, c) for rotation in range(3) if fair_share(1, {a: 8, b: 8, c: 8}, one, rotation)} == {
-        a,
-        b,
-        c,
-    }
+    turns = [one for one in (a, b, c) for rotation in range(3) if fair_share(1, {a: 8, b: 8, c: 8}, one, rotation)]
+    assert turns == [a, b, c]
+    for seed in range(20):
+        assert_fair(random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_shares_never_exceed_the_limit_and_nobody_starves(seed: int) -> None:
-    chance = random.Random(seed)
+def assert_fair(chance: random.Random) -> None:
+    """Random shares never exceed the limit, and nobody starves."""
     wanted = {uuid4(): chance.randint(0, 9) for _ in range(chance.randint(1, 6))}
     limit = chance.randint(1, 20)
     for rotation in range(len(wanted)):

@@ -92,11 +92,11 @@ def test_a_due_moment_is_published_once_and_says_for_which_time(run: Executor) -
     assert (found.last_at, found.last_message_id, found.next_at) == (NOON + HOUR, message_id, NOON + 2 * HOUR)
 
 
-@pytest.mark.parametrize("types", [{MessageType.NORMAL}, {MessageType.TRANSACTION}], ids=["normal", "transaction"])
-def test_topics_with_one_type_of_messages_accept_it(run: Executor, types: set[MessageType]) -> None:
-    declare_topics(run, [Topic(name="alone", types=frozenset(types))])
-    declare(run, GROUP, [hourly(topic="alone")], now=NOON)
-    assert publish(run, NOON + HOUR) == ScheduleCounts(published=1)
+def test_topics_with_one_type_of_messages_accept_it(run: Executor) -> None:
+    for kind in (MessageType.NORMAL, MessageType.TRANSACTION):
+        declare_topics(run, [Topic(name=f"only-{kind}", types=frozenset({kind}))])
+        declare(run, GROUP, [hourly(str(kind), topic=f"only-{kind}")], now=NOON)
+    assert publish(run, NOON + HOUR) == ScheduleCounts(published=2)
 
 
 _PUBLISH = """
@@ -161,8 +161,8 @@ def test_the_broker_process_publishes_what_is_due_and_queues_it(
     declare(run, GROUP, [hourly(expression="* * * * *")], now=datetime.now(UTC) - timedelta(minutes=3))
     with process(database):
         eventually(lambda: queued_ids(connection), what="the queued message")
-    assert count_messages(run).differences() == []
     assert row(run).next_at > datetime.now(UTC)
+    assert count_messages(run).differences() == []
 
 
 class NotedDatabase(BrokerDatabase):

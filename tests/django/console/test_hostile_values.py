@@ -26,7 +26,6 @@ from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import OperatorAction, RaisedCondition
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
@@ -207,8 +206,7 @@ def test_a_page_that_fails_has_the_headers_and_is_reported(
 def crowded(world: World) -> Iterator[tuple[World, list[str]]]:
     """Rows of every kind, whose texts are hostile; and the addresses of the pages that show them."""
     yield world, crowd(world, STORED)
-    for model in (ForwardEndpoint, RaisedCondition):
-        model.objects.all().delete()
+    RaisedCondition.objects.all().delete()
 
 
 def crowd(world: World, values: Sequence[str]) -> list[str]:
@@ -256,7 +254,6 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
         id=1234567, output="o", run="r", rule=short[:255], group=short[:127], finding_class="LOST", severity="x",
         key=text, detail=text, at=LAST, first_seen=FIRST, message_id="no uuid", row=text, body=text,
     )  # fmt: skip
-    ForwardEndpoint.objects.create(group="mail", disabled_at=LAST, disabled_reason=text)
     return [
         *PAGES.values(), f"/outbox/messages/{first}/", f"/outbox/audit/{action.pk}/", "/outbox/groups/one/?name=mail",
         "/outbox/groups/one/?name=mail&topic=orders", "/outbox/topics/one/?name=orders",

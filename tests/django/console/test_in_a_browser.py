@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
 import pytest
-from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.contrib.console import rendering
 from outbox.contrib.console.followers.cause import HEADER
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World
 from tests.django.console.support import Site
@@ -33,7 +30,7 @@ HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='wind
 PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
-    *("endpoints/", "schedules/"),
+    *("schedules/"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
 
@@ -59,8 +56,6 @@ def busy(world: World) -> list[str]:
         "INSERT INTO outbox.incident (kind, subject, detail) VALUES ('refused', %s, %s)",
         HOSTILE, HOSTILE,
     )  # fmt: skip
-    past = timezone.now() - timedelta(minutes=9)
-    ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE)
     for _ in range(3):
         summary.refresh(world.run)
     undecided = world_half(world)

@@ -18,7 +18,6 @@ from django.utils import translation
 
 from outbox.contrib.console.urls import LISTED
 from outbox.contrib.django.models import RaisedCondition
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.console.support import Site
 from tests.django.console.test_hostile_values import PAGES, crowd
@@ -83,8 +82,7 @@ def every_page_is_the_same(world: World, operator: Client, languages: Sequence[t
 def emptied(world: World) -> Iterator[None]:
     """Leave no row in the application's database."""
     yield
-    for model in (ForwardEndpoint, RaisedCondition):
-        model.objects.all().delete()
+    RaisedCondition.objects.all().delete()
 
 
 def test_a_request_in_another_language_gets_the_english_page(world: World, operator: Client) -> None:

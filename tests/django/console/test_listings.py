@@ -17,7 +17,6 @@ from django.utils.html import strip_tags
 from outbox.contrib.django.actions import cells
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Listing
 from outbox.contrib.django.catalogue import LISTINGS
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from tests.django.broker_world import World
 from tests.django.operators import bury, command_of, working
 
@@ -46,7 +45,6 @@ def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: Worl
     bury(world, "mail", "k0", "ValueError: no\nsecond line")
     world.half()
     working(world, "mail", world.sql("SELECT message_id FROM outbox.commit_log LIMIT 1")[0][0])
-    ForwardEndpoint.objects.create(group="mail", disabled_at=datetime.now(UTC), disabled_reason="refused")
     seen = []
     for listing in LISTINGS.values():
         if not listing.command:
@@ -64,22 +62,8 @@ def test_each_listing_has_its_columns_in_the_command_and_on_the_page(world: Worl
             assert page.count("<tbody>") == bool(rows), listing.name
             for one in listing.on(PAGE, {"group": None}) if rows else ():
                 assert one.style == "head" or len(cells_of(page, one.label)) == len(rows), one.label
-    ForwardEndpoint.objects.all().delete()
     # A listing without rows is not checked: add rows of a new one above.
     assert {one.name for one in LISTINGS.values() if one.command} - set(seen) <= WITHOUT_ROWS
-
-
-def test_a_state_selects_the_same_rows_in_the_command_and_on_the_page(world: World, operator: Client) -> None:
-    for group, reason in (("billing", "gone"), ("mail", "")):
-        at = datetime.now(UTC) if reason else None
-        ForwardEndpoint.objects.create(group=group, disabled_at=at, disabled_reason=reason)
-    for state, groups in (("disabled", ["billing"]), ("enabled", ["mail"]), ("", ["billing", "mail"])):
-        more = ["--state", state] if state else []
-        rows = json.loads(printed(LISTINGS["endpoints"], "--json", *more))
-        assert [one["endpoint"] for one in rows] == groups
-        page = operator.get("/outbox/endpoints/", {"state": state}).content.decode()
-        assert re.findall(r'<tr data-key="(\w+)"', page) == groups
-    ForwardEndpoint.objects.all().delete()
 
 
 def test_a_cell_is_html_for_a_page_and_text_for_a_command(settings: Any) -> None:

@@ -21,7 +21,6 @@ from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
@@ -237,7 +236,7 @@ def test_groups_are_listed_by_state(world: World, operator: Client) -> None:
 
     assert names("") == names("behind") == names("unattended") == names("nonsense") == ["mail", "points", "stock"]
     assert (names("dead"), names("paused"), names("stopped"), names("failing")) == (["mail"], ["stock"], [], [])
-    tabs = "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 Limited 0 Disabled 0 Dead letters 1 No workers 3"
+    tabs = "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 Limited 0 Dead letters 1 No workers 3"
     assert tabs in text_of(page(operator, "groups/"))
     html = page(operator, "groups/")
     assert forms(html, "resume") == [{"group": "stock"}]
@@ -275,18 +274,7 @@ def test_workers_are_listed_by_state(world: World, operator: Client) -> None:
     assert counts() == [1, 0, 1]
 
 
-def test_endpoints_and_the_audit_are_filtered(world: World, operator: Client) -> None:
-    now = timezone.now()
-    ForwardEndpoint.objects.create(group="gone", disabled_at=now, disabled_reason="answered 410")
-    ForwardEndpoint.objects.create(group="fine")
-    try:
-        listed = {
-            state: re.findall(r'<tr data-key="(\w+)">', page(operator, f"endpoints/?state={state}"))
-            for state in ("", "enabled", "disabled")
-        }
-    finally:
-        ForwardEndpoint.objects.all().delete()
-    assert listed == {"": ["fine", "gone"], "enabled": ["fine"], "disabled": ["gone"]}
+def test_the_audit_is_filtered(world: World, operator: Client) -> None:
     for action, outcome in (("pause", "done"), ("skip", "failed"), ("pause", "failed")):
         OperatorAction.objects.create(who="ada", why="w", action=action, subject="s", effect="e", outcome=outcome)
 

@@ -8,13 +8,11 @@ from uuid import UUID, uuid4
 import pytest
 from django.test import Client
 from django.urls import reverse
-from django.utils import timezone
 
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.summary import LeadingProcess
 from outbox.contrib.console.rendering import MENU
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
@@ -81,31 +79,22 @@ def test_nothing_is_in_order_before_the_present_leader_has_counted(world: World,
 
 
 def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Client) -> None:
-    for group in ("free", "partner"):
-        world.subscribe(group)
+    world.subscribe("free")
     register(world.run, Subscription(topic="orders", group="limited", options=[Limits(running=2)]))
-    for group in ("free", "partner", "limited"):
+    for group in ("free", "limited"):
         working(world, group, UUID(int=1))
     world.sql(
         "INSERT INTO outbox.slot_demand"
         " SELECT group_id, topic_id, gen_random_uuid(), 5, 2, 3, 'running', now(), '{}', now() + interval '1 minute'"
         " FROM outbox.subscription_limit"
     )
-    world.change_settings(FORWARD={"partner": {"topics": ["orders"], "sink": "webhook"}})
-    ForwardEndpoint.objects.create(group="partner", disabled_at=timezone.now(), disabled_reason="answered 410")
-    try:
-        html = page(operator, "groups/")
-        limited, disabled = (
-            re.findall(r'<tr data-key="(\w+)">', page(operator, f"groups/?state={state}"))
-            for state in ("limited", "disabled")
-        )
-    finally:
-        ForwardEndpoint.objects.all().delete()
+    html, limited = page(operator, "groups/"), page(operator, "groups/?state=limited")
     rows = re.findall(r'<tr data-key="(\w+)">.*?data-label="State">(.*?)</td>', html, re.DOTALL)
     assert {name: text_of(state) for name, state in rows} == {
-        "free": "running", "limited": "waits for its running limit", "partner": "endpoint disabled",
-    }  # fmt: skip
-    assert (limited, disabled) == (["limited"], ["partner"])
+        "free": "running",
+        "limited": "waits for its running limit",
+    }
+    assert re.findall(r'<tr data-key="(\w+)">', limited) == ["limited"]
 
 
 def test_a_zero_has_no_colour(world: World, operator: Client) -> None:

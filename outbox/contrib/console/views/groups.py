@@ -11,14 +11,12 @@ from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.broker_conditions import outages, waits
-from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_processes
 from outbox.broker.operations.progress import list_queues
-from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import Summary
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, reading, required, text
-from outbox.contrib.console.cards import cards, place_link
+from outbox.contrib.console.cards import cards
 from outbox.contrib.console.rendering import render, sliced
 from outbox.contrib.console.signs import read_signs
 from outbox.contrib.console.views.dead_letters import list_errors
@@ -26,7 +24,6 @@ from outbox.contrib.django.actions.cells import badge, group_link, html, link, s
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import Asked, Column, Listing, States
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.operations.known_conditions import application_conditions
 from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
 
@@ -50,29 +47,15 @@ def _rows(run: Executor, counted: Summary, groups: Sequence[Row]) -> list[Row]:
     waiting: dict[str, set[str]] = {}
     for (group, _), fact in waits(run).items():
         waiting.setdefault(group, set()).add(str(fact["waiting_for"]))
-    marks = _marks(BrokerState(run, counted))
     paused = {one["group"] for one in outages(run)}
     return [
         Row(
             **vars(one),
-            marks=marks.get(one.name, []),
             waits_for=", ".join(sorted(waiting.get(one.name, ()))),
             is_outage=one.name in paused,
         )
         for one in groups
     ]
-
-
-def _marks(state: BrokerState) -> dict[object, list[object]]:
-    """The badges of groups that a condition of a part names, each with a link to its list."""
-    marks: dict[object, list[object]] = {}
-    for declared in application_conditions().values():
-        if declared.shown.mark and declared.rule:
-            found = declared.rule(state)
-            for _, fact in found.judged if isinstance(found, Counted) else found:
-                mark = badge(declared.shown.mark, "bad")
-                marks.setdefault(fact["group"], []).append(place_link(mark, declared.shown.listed, fact))
-    return marks
 
 
 def _counted(run: Executor, asked: Asked, rows: Sequence[object]) -> Mapping[str, object]:
@@ -85,7 +68,6 @@ def _state(row: Row) -> list[object]:
         said.append(badge("paused", "warn"))
     if row.is_outage:
         said.append(badge("outage", "bad"))
-    said += row.marks
     if row.waits_for:
         said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
     said += [
@@ -114,7 +96,6 @@ _STATES: Final[States] = {
     "stopped": ("Stopped", lambda row: row.stopped > 0),
     "paused": ("Paused", lambda row: row.paused),
     "limited": ("Limited", lambda row: bool(row.waits_for)),
-    "disabled": ("Disabled", lambda row: bool(row.marks)),
     "dead": ("Dead letters", lambda row: row.dead > 0),
     "unattended": ("No workers", lambda row: row.topics > 0 and not row.consumers),
 }

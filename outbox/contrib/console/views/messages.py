@@ -32,7 +32,6 @@ from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.actions.declaration import FieldKind
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
-from outbox.contrib.django.operations.known_conditions import observer
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.views import may
 from outbox.erased import ERASED_CONTENT_TYPE
@@ -89,10 +88,6 @@ def search(request: HttpRequest) -> HttpResponse:
 @seeing
 def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     """The page of one message, or of the first message of a transaction."""
-    if (server := observer()) is not None:
-        if (path := server.find_path(message_id)) is None:
-            return problem(request, "No such message", server.absent(message_id), status=404)
-        return render(request, server.MESSAGE_PAGE, {"title": f"Message {message_id}", "found": path})
     with reading() as run:
         found = trace(run, message_id)
         content = None

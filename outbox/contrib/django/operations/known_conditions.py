@@ -10,7 +10,6 @@ from outbox import hooks
 
 if TYPE_CHECKING:
     from datetime import datetime
-    from uuid import UUID
 
     from outbox.broker.operations.conditions import Condition, ConditionReport, DeclaredCondition
     from outbox.broker.operations.dead_letters import LetterSelection
@@ -30,25 +29,17 @@ class Figures(Protocol):
         """The tables that `outbox_status` prints: headings and rows."""
 
 
-class Path(Protocol):
-    """What is known about one message."""
-
-    def sections(self) -> Mapping[str, Any]:
-        """Plain values, for `outbox_message show`."""
-
-
 class Observer(Protocol):
     """The module through which operators see and change the server of an engine that is not in PostgreSQL.
 
     `CONDITIONS`: its declared conditions, by name. `REPLAY_CAUTION`: what else a replay of dead letters does, as a
-    sentence. `OVERVIEW_PAGE` and `MESSAGE_PAGE`: the templates of the pages, which get the figures as `server` and the
-    path of the message as `found`. All functions may raise ConfigurationError or BrokerError.
+    sentence. `OVERVIEW_PAGE`: the template of the overview, which gets the figures as `server`. All functions may raise
+    ConfigurationError or BrokerError.
     """
 
     CONDITIONS: Mapping[str, DeclaredCondition[Any]]
     REPLAY_CAUTION: str
     OVERVIEW_PAGE: str
-    MESSAGE_PAGE: str
 
     def look(self) -> tuple[ConditionReport, Figures | None]:
         """The conditions that hold, and the figures; None if a server does not answer."""
@@ -79,12 +70,6 @@ class Observer(Protocol):
 
     def settle_letters(self, group: str, selection: LetterSelection, *, limit: int, replay: bool, dry_run: bool) -> int:
         """Replay or discard dead letters, the oldest first, and return their number."""
-
-    def find_path(self, message_id: UUID) -> Path | None:
-        """The path of a message; None if nothing is known about it."""
-
-    def absent(self, message_id: UUID) -> str:
-        """The text for a message without a path."""
 
 
 def application_conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:

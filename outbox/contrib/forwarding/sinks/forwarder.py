@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.codec import REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
-from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, EndpointGone, Outgoing, Rejected, Sink
+from outbox.contrib.forwarding.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.erased import ERASED, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, PartialFailure, ServiceUnavailable, UndecodableBody
 from outbox.message import Delivery
@@ -46,25 +46,11 @@ class RawCodecs(Codecs):
         return ERASED if content_type == ERASED_CONTENT_TYPE else data
 
 
-class Endpoint(Protocol):
-    """The stored state of a group's endpoint, which all processes of the group share."""
-
-    def admit(self) -> int:
-        """Return the generation of the endpoint, which rises when an operator enables the endpoint.
-
-        Raises ServiceUnavailable while the endpoint is disabled.
-        """
-
-    def disable(self, generation: int, error: EndpointGone) -> None:
-        """Disable the endpoint of this generation, because it says that it is gone."""
-
-
 class Forwarder:
     """A handler that sends deliveries to a sink.
 
-    `topic` is the name of the topic at the sink. `form` is the format of the sent messages. Without `endpoint`, the
-    process keeps no state of the endpoint. `unread` finds the body of a reference, because a receiver cannot read a
-    reference; without it, a message with a reference waits.
+    `topic` is the name of the topic at the sink. `form` is the format of the sent messages. `unread` finds
+    the body of a reference, because a receiver cannot read a reference; without it, a message with a reference waits.
     """
 
     def __init__(
@@ -72,14 +58,12 @@ class Forwarder:
         sink: Sink,
         topic: str,
         form: Format,
-        endpoint: Endpoint | None = None,
         unread: Callable[[bytes], UnreadBody] | None = None,
     ) -> None:
         self._sink = sink
         self._unread = unread
         self._topic = topic
         self._form = form
-        self._endpoint = endpoint
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
         """Send all deliveries except erased ones, which have nothing to send.
@@ -165,7 +149,7 @@ class Forwarder:
         because the sink may have sent some of them.
         """
         try:
-            return self._results(messages)
+            return self._sink.send(messages)
         except _ABOUT_DATA as error:
             if len(messages) > 1:
                 return [result for message in messages for result in self._isolated([message])]
@@ -173,19 +157,6 @@ class Forwarder:
             return [
                 Rejected(f"message {messages[0].message_id} cannot be sent by this sink: {kind}: {shown_text(error)}")
             ]
-
-    def _results(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        if self._endpoint is None:
-            return self._sink.send(messages)
-        generation = self._endpoint.admit()
-        try:
-            results = self._sink.send(messages)
-        except EndpointGone as error:
-            self._endpoint.disable(generation, error)
-            raise
-        if gone := next((one for one in results if isinstance(one, EndpointGone)), None):
-            self._endpoint.disable(generation, gone)
-        return results
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:

@@ -29,10 +29,6 @@ class NotAcknowledged(HandlerError):
     may_concern_body = False
 
 
-class EndpointGone(ServiceUnavailable):
-    """The endpoint says that it does not exist any more (HTTP 410). It gets no message until an operator enables it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
     """One message to send. `body` and `headers` are in the chosen format.
@@ -73,7 +69,7 @@ class Sink(Protocol):
 
         Return None for each acknowledged message, and an error for each other message. Rejected says that the endpoint
         will never accept the message. If the endpoint is unavailable, raises ServiceUnavailable, and all messages of
-        the call count as not sent. If the endpoint is gone for good, raises EndpointGone, which disables the endpoint.
+        the call count as not sent.
         """
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 import httpx
 
 from outbox.contrib.forwarding.sinks import signatures
-from outbox.contrib.forwarding.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected, one_by_one
+from outbox.contrib.forwarding.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.utils.safe_text import error_line, shown_text
 
@@ -47,7 +47,7 @@ class WebhookSink:
     can change from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`)
     must be allowed explicitly. The sink follows no redirects and ignores the proxies of the environment, so a request
     goes only to the declared URL. `timeout_seconds` limits connecting, and each wait for the receiver. An endpoint that
-    answers 410 is gone.
+    answers 410 is asked again after an hour.
     """
 
     binding = "http"
@@ -129,7 +129,11 @@ class WebhookSink:
                 f"{said}, which is a redirect. The sink follows no redirects: declare the target URL of the redirect"
             )
         if status == _GONE:
-            raise EndpointGone(f"{said}, which means that this endpoint exists no more")
+            raise ServiceUnavailable(
+                f"{said}: it exists no more. If it is gone for good, remove its entry from FORWARD, then run "
+                "`outbox_group delete`",
+                pause_seconds=_LONGEST_PAUSE_SECONDS,
+            )
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:

@@ -13,7 +13,6 @@ from outbox.broker.operations.trace import trace
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
-from outbox.contrib.django.operations.known_conditions import Observer, observer
 
 
 class Command(OperatorCommand):
@@ -28,8 +27,7 @@ class Command(OperatorCommand):
         self.add_json(shown)
 
     def _show(self, options: dict[str, Any]) -> None:
-        server = observer()
-        sections = self._path(options["id"]) if server is None else _path_on(server, options["id"])
+        sections = self._path(options["id"])
         if options["json"]:
             self.print_json(sections)
             return
@@ -53,9 +51,3 @@ class Command(OperatorCommand):
             )
         claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
         return {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}
-
-
-def _path_on(server: Observer, message_id: UUID) -> Mapping[str, Any]:
-    if (found := server.find_path(message_id)) is None:
-        raise CommandError(server.absent(message_id))
-    return found.sections()

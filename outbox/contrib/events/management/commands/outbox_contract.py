@@ -11,6 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.module_loading import module_has_submodule
 
 from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.settings.conf import chosen
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.errors import ConfigurationError
 from outbox.events.contract import (
@@ -18,7 +19,6 @@ from outbox.events.contract import (
     declared_contracts,
     json_schema,
     read_contracts,
-    shown,
     write_contracts,
     written,
 )
@@ -38,14 +38,13 @@ class Command(OutboxCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        chosen = parser.add_subparsers(dest="do", required=True, metavar="SUBCOMMAND")
-        found = chosen.add_parser("check", help="refuse changes that break readers, and types that are not committed")
+        subcommands = parser.add_subparsers(dest="do", required=True, metavar="SUBCOMMAND")
+        found = subcommands.add_parser("check", help="refuse changes that break readers, and uncommitted types")
         self._add_folder(found)
         self.add_json(found)
-        found = chosen.add_parser("show", help="print the declared events and their versions as JSON")
+        found = subcommands.add_parser("show", help="print the JSON Schemas of the declared events, for other teams")
         found.add_argument("events", nargs="*", metavar="EVENT", help="only these events")
-        found.add_argument("--schema", action="store_true", help="print JSON Schemas for other teams")
-        found = chosen.add_parser("write", help="write the declared types into the folder, to be committed")
+        found = subcommands.add_parser("write", help="write the declared types into the folder, to be committed")
         self._add_folder(found)
         found.add_argument(
             "--force", action="store_true", help="write changes too that `check` refuses, and forget older revisions"
@@ -73,11 +72,11 @@ class Command(OutboxCommand):
             self.say(f"{len(declared)} versions of events fit the contracts in {options['folder']}.")
 
     def _show(self, options: dict[str, Any], declared: list[Any]) -> None:
-        names = options["events"]
-        found: Any = shown(declared_contracts(), names)
-        if options["schema"]:
-            found = [json_schema(one) for one in declared if not names or one.name in names]
-        self.print_json(found)
+        by_name: dict[str, list[EventType]] = {}
+        for one in declared:
+            by_name.setdefault(one.name, []).append(one)
+        found = chosen("the code", by_name, options["events"], "with @event")
+        self.print_json([json_schema(one) for versions in found.values() for one in versions])
 
     def _write(self, options: dict[str, Any], declared: list[Any]) -> None:
         committed, today = read_contracts(options["folder"]), declared_contracts()

@@ -1,1 +1,0 @@
-"""Cases without a fault."""
