@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.safe_text import shown_difference, visible
 from spark.judging import evidence
-from spark.judging.json_text import read
+from spark.judging.json_text import values_at
 from spark.rules.rule import FieldRule, FieldType, Rule
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_csv, export_parquet
@@ -42,7 +42,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_body_that_is_not_json_is_told_from_one_that_spark_cannot_parse(body: str) -> None:
-    assert read(body, [("a",)], is_object=True)[0] == BODIES[body]
+    assert values_at(body, [[("a",)]], is_object=True)[0] == BODIES[body]
 
 
 def test_what_is_json_is_what_python_takes_for_it() -> None:
@@ -60,7 +60,7 @@ def test_what_is_json_is_what_python_takes_for_it() -> None:
             is_json = True
         except ValueError:
             is_json = False
-        assert (read(text, [], is_object=False)[0] == "") is is_json, (seed, text)
+        assert (values_at(text, [], is_object=False)[0] == "") is is_json, (seed, text)
 
 
 def _of_python(value: Any, path: tuple[str, ...]) -> str | None:
@@ -87,7 +87,7 @@ def test_values_are_those_that_python_reads() -> None:
     paths = [("a",), ("b",), ("a", "b"), ("b", "a", "a")]
     for _ in range(5_000):
         text = f'{{"a": {value(3)}, "b": {value(3)}}}'
-        problem, texts = read(text, paths, is_object=True)
+        problem, texts = values_at(text, [[path] for path in paths], is_object=True)
         document = json.loads(text)
         for path, found in zip(paths, texts, strict=True):
             expected = _of_python(document, path)
