@@ -104,17 +104,14 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
     the column `bad`, and a message whose content is erased, encrypted or stored outside of the broker has ERASED.
 
-    On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses or
-    may read wrongly, or that may contain more than one document. The compared texts are then in their bounded form, as
-    those of the rows.
+    On the second look, `is_exact` is true: `messages` is then a result of `read_again`, and the compared texts are in
+    their bounded form, as those of the rows.
     """
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
     # the next step uses it many times.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string"))
     parsed = parsed.withColumn("document", F.try_parse_json("text" if is_exact else _enclosed(text)))
-    if is_exact:
-        parsed = parsed.withColumn("again", _read_again(text, rule))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     if is_exact:
         is_damaged = ~F.is_valid_utf8(text) | (F.coalesce("again.problem", F.lit("")) != "")
@@ -123,7 +120,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
     if is_exact:
-        texts = {f"b{number}": value for number, value in enumerate(_texts(document, F.col("again"), rule))}
+        texts = {f"b{number}": value for number, value in enumerate(_texts(document, rule))}
     else:
         columns = {f"b{number}": _at(document, field, "$[0]", "string") for number, field in enumerate(rule.fields)}
         parsed = parsed.withColumns(columns)
@@ -171,9 +168,10 @@ def _is_suspicious(text: Column, enclosed: Column, rule: Rule) -> Column:
     return ~is_whole | ~is_object | F.coalesce(has_half, F.lit(False))
 
 
-def _read_again(text: Column, rule: Rule) -> Column:
-    """For a body that is suspicious or that Spark cannot parse, what the parser of this package reads: `problem` and
-    `texts`. Null for all other bodies."""
+def read_again(messages: DataFrame, rule: Rule) -> DataFrame:
+    """Add the column `again`: for a body that is suspicious, that Spark cannot parse or that it may read wrongly, what
+    the parser of this package reads (`problem` and `texts`); null for all other bodies."""
+    text = F.col("body").cast("string")
     is_object = bool(rule.fields)
     paths = [[tuple(path.split(".")) for path in field.paths] for field in rule.fields]
     read = F.udf(
@@ -187,11 +185,12 @@ def _read_again(text: Column, rule: Rule) -> Column:
     for field in rule.fields:
         found = _at(enclosed, field, "$[0]", "string")
         is_suspicious = is_suspicious | _is_inexact(found, enclosed, field, "$[0]")
-    return read(F.when(F.is_valid_utf8(text) & is_suspicious, text))
+    return messages.withColumn("again", read(F.when(F.is_valid_utf8(text) & is_suspicious, text)))
 
 
-def _texts(document: Column, again: Column, rule: Rule) -> list[Column]:
-    """The texts of the compared fields; `again` is the result of `_read_again`."""
+def _texts(document: Column, rule: Rule) -> list[Column]:
+    """The texts of the compared fields of a result of `read_again`."""
+    again = F.col("again")
     return [
         F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(
             _in_range(_at(document, field, "$", "string"), document, field, "$")
@@ -253,9 +252,8 @@ def row_values(rule: Rule) -> list[Column]:
 
 
 def body_values(rule: Rule) -> list[Column]:
-    """The compared fields of message bodies, as texts in their comparable form; long texts are bounded."""
-    text = F.col("body").cast("string")
-    texts = _texts(F.try_parse_json(text), _read_again(text, rule), rule)
+    """The compared fields of a result of `read_again`, as texts in their comparable form; long texts are bounded."""
+    texts = _texts(F.try_parse_json(F.col("body").cast("string")), rule)
     values = [from_body(column, field) for column, field in zip(texts, rule.fields, strict=True)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(_bounded(values, rule))]
 
@@ -271,9 +269,9 @@ def why_unreadable(rule: Rule) -> Column:
     """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if the whole body can
     be read."""
     text = F.col("body").cast("string")
-    again = _read_again(text, rule)
+    again = F.col("again")
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = _texts(F.try_parse_json(text), again, rule)
+    raw = _texts(F.try_parse_json(text), rule)
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)

@@ -202,7 +202,7 @@ def _key_sides(
     message ids of a frame."""
     rule = prepared.rule
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
-    broker = read(sources.broker, wanted.broker).persist(StorageLevel.DISK_ONLY)
+    broker = evidence.read_again(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
     tables = [read(source, selections) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
         ids = _ids(rule, broker)
@@ -211,6 +211,7 @@ def _key_sides(
     has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
     deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None
     own = tables[0].persist(StorageLevel.DISK_ONLY)
+    cached = [own, broker]
     is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
     narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
@@ -228,7 +229,7 @@ def _key_sides(
         messages=messages,
         dead_letters=broker.where(broker["state"].startswith("dead ")),
         deliveries=deliveries,
-        cached=[own, broker],
+        cached=cached,
     )
 
 

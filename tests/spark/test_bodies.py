@@ -55,7 +55,12 @@ def test_numbers_are_read_exactly(spark_session: SparkSession) -> None:
     # A number of a hundred million digits, were it written out: it must not stop a run.
     unequal = {"1e99999999": None, '"Infinity"': next(iter(NOT_FINITE))}
     values = [*EXACT, *unequal]
-    rows = bodies(spark_session, values).orderBy("n").select(*evidence.body_values(RULE)).collect()
+    rows = (
+        evidence.read_again(bodies(spark_session, values), RULE)
+        .orderBy("n")
+        .select(*evidence.body_values(RULE))
+        .collect()
+    )
     read = dict(zip(values, (None if row["v0"] is None else Decimal(row["v0"]) for row in rows), strict=True))
     assert read == {**EXACT, **unequal}
 
@@ -108,7 +113,9 @@ def test_the_first_name_of_a_field_with_a_value_counts(spark_session: SparkSessi
     times = {name: F.lit(None).cast("timestamp") for name in ("at", "decided_at", "deliver_at")}
     messages = found.withColumns({**times, "key": F.col("log_id").cast("string"), "body": F.col("body").cast("binary")})
     (value,) = evidence.body_values(RENAMED)
-    read = [row["v0"] for row in messages.select("log_id", value).orderBy("log_id").collect()]
+    read = [
+        row["v0"] for row in evidence.read_again(messages, RENAMED).select("log_id", value).orderBy("log_id").collect()
+    ]
     assert [None if text is None else Decimal(text) for text in read] == [
         None if text is None else Decimal(text) for text in OF_RENAMED.values()
     ]
@@ -142,7 +149,8 @@ def test_bodies_beyond_the_limits_of_spark_are_compared_on_the_second_look(spark
     (expected,) = evidence.table_side(row, RULE).select("hash").collect()
     first = evidence.broker_side(messages, RULE).select("key", "bad").collect()
     assert {row["key"]: row["bad"] for row in first} == dict.fromkeys(HARD, 1)
-    second = evidence.broker_side(messages, RULE, is_exact=True).select("key", "bad", "hash").collect()
+    read = evidence.read_again(messages, RULE)
+    second = evidence.broker_side(read, RULE, is_exact=True).select("key", "bad", "hash").collect()
     assert {row["key"]: (row["bad"], row["hash"]) for row in second} == dict.fromkeys(HARD, (0, expected["hash"]))
-    shown = messages.where("key <> '25 MB'").select(*evidence.body_values(RULE), evidence.why_unreadable(RULE))
+    shown = read.where("key <> '25 MB'").select(*evidence.body_values(RULE), evidence.why_unreadable(RULE))
     assert {(Decimal(row["v0"]), row["why"]) for row in shown.collect()} == {(Decimal("12.5"), "")}
