@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from .common.options import RunOptions, in_utc, parse_look_back
+from .common.options import RunOptions, in_utc, parse_span
 from .common.progress import Progress
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(
         since=None if since is None else in_utc(since),
         until=None if until is None else in_utc(until),
         full=full,
-        look_back=None if look_back is None else parse_look_back(look_back),
+        look_back=None if look_back is None else parse_span(look_back),
         metrics=None if metrics is None else Path(metrics),
     )
     contents = pipeline.run(spark, options, Progress(quiet=quiet))

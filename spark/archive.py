@@ -7,8 +7,7 @@
 
 A pass copies the messages that were settled (decided and due, or recalled) since the previous pass. A message is
 settled once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If
-a pass was killed, the next pass removes the files of the killed pass. A large backlog is divided into several passes,
-so that a killed process loses only the pass that it was writing.
+a pass was killed, the next pass removes the files of the killed pass.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from .sources.archived import (
     Pass,
     archived_messages,
     columns_of,
-    existing_manifest,
     load_manifest,
     read_passes,
     read_timed_out,
@@ -58,12 +56,10 @@ _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile a
 _ABSENT: Final = "\x01"
 # The content type of an erased message, as in outbox/erased.py.
 _ERASED: Final = "application/vnd.outbox.erased"
-# A pass must read the log once, so a small number costs time; a killed process loses the pass that it was writing.
-MESSAGES_PER_PASS: Final = 5_000_000
 
 
 class Archive:
-    """Runs passes over the broker of a rules file; verifies earlier passes, and erases messages in them."""
+    """Runs passes over the broker of a rules file, and erases messages in earlier passes."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
         database = rules.databases[rules.broker]
@@ -74,31 +70,26 @@ class Archive:
                 f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
                 f"{database.kind.value!r}. Use rules that read the broker's PostgreSQL database."
             )
-        self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
-        self._store = Store(rules.archive, rules.output_mode)
+        self._store = Store(rules.archive)
         # Each pass has a name of its own, so that it ends only its own sessions if another session waits for them.
         self._source = PostgresSource(spark, database, f"{NAME} archive {uuid.uuid4().hex[:6]}")
 
-    def run(self) -> tuple[list[Pass], list[Gap]]:
-        """Archive the messages that were settled since the last pass. Return the new passes and the new gaps.
+    def run(self) -> tuple[Pass | None, list[Gap]]:
+        """Archive the messages that were settled since the last pass. Return the new pass and the new gaps.
 
         There is no new pass if no time has passed since the last pass. If the method raises ReconcileError, the archive
-        has the passes that were finished before, and is otherwise unchanged.
+        is unchanged.
         """
         with self._locked() as (manifest, until):
-            with (
-                self._progress.step("stage gaps: messages removed since"),
-                readable_errors("counting removed messages"),
-            ):
+            self._progress.say("stage gaps: messages removed since")
+            with readable_errors("counting removed messages"):
                 gaps = self._account(manifest, until)
             since = manifest.until
             if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
-                return [], gaps
+                return None, gaps
             manifest.gaps += gaps
-            with readable_errors("dividing the messages into passes"):
-                ends = [*self._ends(since, until), until]
-            return [self._pass(manifest, end, is_last=end == until) for end in ends], gaps
+            return self._pass(manifest, until), gaps
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[Manifest, str]]:
@@ -124,23 +115,6 @@ class Archive:
             self._remove_unnamed(manifest)
             assert reading.watermark is not None
             yield manifest, reading.watermark.isoformat()
-
-    def verify(self) -> list[str]:
-        """Read all passes again, and return an error text for each pass whose count or checksum has changed.
-
-        Raises UsageProblem if there is no archive.
-        """
-        problems = []
-        for each in existing_manifest(self._store).passes:
-            with self._progress.step(f"stage verify: {each.folder}"), readable_errors(f"reading {each.folder}"):
-                found = self._sums(each.folder)
-            if found[0] != each.count:
-                problems.append(
-                    f"{each.folder} contained {each.count} messages when it was written, and contains {found[0]} now"
-                )
-            elif found[1] != each.checksum:
-                problems.append(f"{each.folder} still contains {each.count} messages, but some of them have changed")
-        return problems
 
     def erase(self, secret: str | None) -> int:
         """Erase the messages in the archive that were erased in the broker, and return their number.
@@ -209,10 +183,8 @@ class Archive:
         }
         is_erased = F.col("by").isNotNull()
         columns = {name: F.when(is_erased, value).otherwise(F.col(name)) for name, value in changed.items()}
-        with (
-            self._progress.step(f"stage erase: {count} messages of {each.folder}"),
-            readable_errors("erasing messages"),
-        ):
+        self._progress.say(f"stage erase: {count} messages of {each.folder}")
+        with readable_errors("erasing messages"):
             self._write_days(frame.withColumns(columns).drop("by"), made.folder)
             timed_out = read_timed_out(self._spark, self._store, replace(manifest, passes=[each]))
             if timed_out is not None:
@@ -223,57 +195,38 @@ class Archive:
                 f"{made.folder} contains {messages} messages, but {each.folder} contains {each.count}. The archive is "
                 "unchanged. Repeat the erasure."
             )
-        self._protect(made)
         manifest.passes[place] = replace(made, checksum=checksum)
         return count
 
-    def _ends(self, since: str | None, until: str) -> list[str]:
-        """Times that divide the messages since the last pass into passes of about `messages_per_pass` messages, as
-        far as their times differ."""
-        rows = self._source.query(
-            f"SELECT max(at) FROM (SELECT at, (row_number() OVER (ORDER BY at) - 1) / {self.messages_per_pass} AS part "
-            f"FROM (SELECT {SETTLED} AS at FROM {self._table(FOLDER)}{sql.where(_terms(since, until))}) settled) parts "
-            f"GROUP BY part ORDER BY 1",
-            about="the broker's view message_v1",
-        )
-        ends = sorted({row[0].astimezone(UTC) for row in rows[:-1] if row[0] is not None})
-        return [end.isoformat() for end in ends if since is None or end > datetime.fromisoformat(since)]
-
-    def _pass(self, manifest: Manifest, until: str, *, is_last: bool) -> Pass:
+    def _pass(self, manifest: Manifest, until: str) -> Pass:
         since = manifest.until
         terms = _terms(since, until)
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
         folder = f"{FOLDER}/pass={name}"
-        with self._progress.step(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}"):
-            with readable_errors("archiving messages"):
-                expected, topics = self._expected(terms)
-                frame = self._source.read([archived_messages(*terms)], None)
-                self._write_days(frame.withColumn("day", F.to_date("stored_at")), folder)
-                self._write_timed_out(name, since, until)
-                if is_last:
-                    self._write_state(name, until)
+        self._progress.say(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}")
+        with readable_errors("archiving messages"):
+            expected, topics = self._expected(terms)
+            frame = self._source.read([archived_messages(*terms)], None)
+            self._write_days(frame.withColumn("day", F.to_date("stored_at")), folder)
+            self._write_timed_out(name, since, until)
+            self._write_state(name, until)
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
         self._verify(made)
         manifest.passes.append(made)
-        # An earlier state may have messages that are settled now, and so are in this pass.
-        manifest.state = name if is_last else ""
+        manifest.state = name
         self._progress.say(f"stage publish: {MANIFEST}")
-        self._protect(made)
         self._write_manifest(manifest)
         return made
 
     def _verify(self, made: Pass) -> None:
-        with self._progress.step(f"stage verify: {made.count} messages"), readable_errors("verifying the archive"):
+        self._progress.say(f"stage verify: {made.count} messages")
+        with readable_errors("verifying the archive"):
             found = self._sums(made.folder)
         if found != (made.count, made.checksum):
             raise RunIncomplete(
                 f"{made.folder} contains {found[0]} messages with checksum {found[1]}, but {made.count} messages with "
                 f"checksum {made.checksum} were read. The archive is unchanged. Run outbox-reconcile archive again."
             )
-
-    def _protect(self, made: Pass) -> None:
-        for folder in (made.folder, f"{TIMED_OUT}/pass={made.name}", f"{STATE}/pass={made.name}"):
-            self._store.protect(folder)
 
     def _write_manifest(self, manifest: Manifest) -> None:
         content = {"version": 1, **asdict(manifest)}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import session
 from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, RunIncomplete, UsageProblem
-from .common.options import RunOptions, parse_interval, parse_look_back, parse_moment
+from .common.options import RunOptions, parse_moment, parse_span
 from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
@@ -64,13 +64,13 @@ def parser() -> argparse.ArgumentParser:
         "--look-back",
         nargs="?",
         const=0.0,
-        type=_parsed(parse_look_back),
+        type=_parsed(parse_span),
         metavar="DURATION",
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
     run.add_argument(
         "--every",
-        type=_parsed(parse_interval),
+        type=_parsed(parse_span),
         metavar="DURATION",
         help="run again and again in one Spark session, each run so long after the last one, for example 1m",
     )
@@ -80,11 +80,7 @@ def parser() -> argparse.ArgumentParser:
         parents=[rules, spark],
         help="keep the broker's log as Parquet, in the archive of [broker], before retention removes it",
     )
-    instead = archive.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--verify", action="store_true", help="write nothing, but read the archive again and compare its checksums"
-    )
-    instead.add_argument(
+    archive.add_argument(
         "--erase",
         action="store_true",
         help="only erase the messages that outbox_erase has erased in the broker. The environment variable "
@@ -173,7 +169,7 @@ def _run(given: argparse.Namespace) -> int:
     rules = rules_file.load(options.rules)
     # A run whose checksums are all equal reads no row, so it does not need Spark, whose start takes longer than the
     # run. Java is looked for at once, so that a machine without Java does not fail only on the day of a finding.
-    may_need_none = all(rule.bucket_seconds is not None for rule in rules.rules)
+    may_need_none = all(rule.bucket_seconds for rule in rules.rules)
     may_need_none &= all(database.kind is SourceKind.POSTGRES for database in rules.databases.values())
     if may_need_none and given.remote is None and not session.is_submitted():
         spark = session.deferred(lambda: _start(given, progress))
@@ -235,7 +231,7 @@ def _verdict(result: dict[str, Any], output: str) -> str:
 def _archive(given: argparse.Namespace) -> int:
     """Return 0 if the archive is complete.
 
-    Return 1 if retention removed messages before a pass archived them, or if files of the archive have changed.
+    Return 1 if retention removed messages before a pass archived them.
     """
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
@@ -246,24 +242,15 @@ def _archive(given: argparse.Namespace) -> int:
     if given.erase:
         print(f"{work.erase(os.environ.get('OUTBOX_ERASURE_SECRET'))} messages erased")
         return CLEAN
-    if given.verify:
-        problems = work.verify()
-        if not problems:
-            print("the archive has not changed: all counts and checksums are correct")
-    else:
-        passes, gaps = work.run()
-        for made in passes:
-            print(f"{made.folder}: {made.count} messages settled before {made.until}")
-        if not passes:
-            print("nothing new")
-        problems = [
-            f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until} and are not in the archive. "
-            f"Run outbox-reconcile archive more often."
-            for gap in gaps
-        ]
-    for problem in problems:
-        print(f"outbox-reconcile: {problem}", file=sys.stderr)
-    return FINDINGS if problems else CLEAN
+    made, gaps = work.run()
+    print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")
+    for gap in gaps:
+        print(
+            f"outbox-reconcile: {gap.messages} messages of topic {gap.topic} were removed before {gap.until} and are "
+            f"not in the archive. Run outbox-reconcile archive more often.",
+            file=sys.stderr,
+        )
+    return FINDINGS if gaps else CLEAN
 
 
 def _setting(value: str) -> tuple[str, str]:

@@ -49,13 +49,11 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     job = Job.of(options)
     job.store.check_writable()
     with lock.hold(job.store), settings_of_a_run(spark):
-        return run_job(spark, job, progress)
+        return _run(spark, job, progress or Progress())
 
 
-def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> dict[str, Any]:
-    """Like `run`, for a caller that holds the lock of the output folder."""
+def _run(spark: SparkSession, job: Job, progress: Progress) -> dict[str, Any]:
     options = job.options
-    progress = progress or Progress()
     sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     previous = _previous_result(job)
@@ -65,12 +63,13 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
         scanned = [_scan(spark, each, job, sources, progress) for each in prepared]
         still_open = _still_open(spark, job, previous)
         confirmed, confirmed_by = _confirm(spark, scanned, still_open, job, sources, progress)
-    with progress.step("stage write: findings"), readable_errors("writing the findings"):
+    progress.say("stage write: findings")
+    with readable_errors("writing the findings"):
         found = findings.collect(spark, confirmed, still_open, job)
         samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CAUSE)
         result = compose(job, found, samples, snapshots, confirmed_by, previous)
-    with progress.step("stage publish: report and result"):
-        not_shown = publish(job, result, samples, metrics_file)
+    progress.say("stage publish: report and result")
+    not_shown = publish(job, result, samples, metrics_file)
     if not_shown:
         progress.say(f"  {not_shown}")
     job.store.remove_old_runs(job.name)
@@ -98,7 +97,8 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
 
 
 def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundary]:
-    with progress.step(f"stage snapshot: {text}"), readable_errors("taking snapshots"):
+    progress.say(f"stage snapshot: {text}")
+    with readable_errors("taking snapshots"):
         snapshots = sources.open_all()
     for each in snapshots:
         for note in each.notes:
@@ -116,14 +116,15 @@ def _prepare(
 def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Sources, progress: Progress) -> ScannedRule:
     """Compare the checksums of a rule, and scan the rows in the buckets whose checksums differ."""
     rule, window = prepared.rule, prepared.window
-    if rule.bucket_seconds is None:
+    if not rule.bucket_seconds:
         compared = checksums.ComparedChecksums()
     else:
-        with progress.step(f"stage checksum: rule {rule.name}"), readable_errors("comparing checksums"):
+        progress.say(f"stage checksum: rule {rule.name}")
+        with readable_errors("comparing checksums"):
             compared = checksums.compare(prepared, job.rules, sources)
     since = "the beginning" if window.since is None else window.since.isoformat()
-    with progress.step(f"stage scan: rule {rule.name}, rows from {since} to {window.until.isoformat()}"):
-        scanned = scan(spark, prepared, compared, job, sources)
+    progress.say(f"stage scan: rule {rule.name}, rows from {since} to {window.until.isoformat()}")
+    scanned = scan(spark, prepared, compared, job, sources)
     progress.say(f"  {scanned.rows} rows, {scanned.messages} messages: {shown(scanned.counts)}")
     return scanned
 
@@ -149,7 +150,8 @@ def _confirm(
     if still_open is None and not any(each.saw(*FAULTS) for each in scanned):
         progress.say("stage confirm: nothing to look at again")
         return [ConfirmedRule(each) for each in scanned], []
-    with progress.step("stage confirm: collecting suspects"), readable_errors("collecting suspects"):
+    progress.say("stage confirm: collecting suspects")
+    with readable_errors("collecting suspects"):
         suspects = confirm.collect(spark, scanned, still_open)
     sources.close_all()
     confirmed_by = _open(sources, "again, for the suspects", progress) if any(each.count for each in suspects) else []
@@ -158,6 +160,6 @@ def _confirm(
         if not each.count:
             confirmed.append(ConfirmedRule(each.scanned))
             continue
-        with progress.step(f"stage confirm: rule {each.scanned.prepared.rule.name}, {each.count} keys"):
-            confirmed.append(confirm.confirm(each, job, sources))
+        progress.say(f"stage confirm: rule {each.scanned.prepared.rule.name}, {each.count} keys")
+        confirmed.append(confirm.confirm(each, job, sources))
     return confirmed, confirmed_by

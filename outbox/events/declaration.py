@@ -177,11 +177,6 @@ def events() -> list[EventType]:
     return [_by_version[at] for at in sorted(_by_version)]
 
 
-def versions_of(name: str) -> list[int]:
-    """Return the versions of an event that this process declares, or turns into another version."""
-    return sorted({number for known, number in _known_versions() if known == name})
-
-
 def find_event(kind: object) -> EventType | None:
     """Return the declaration of a type; None if the type is not an event."""
     return _by_kind.get(kind) if isinstance(kind, type) else None
@@ -233,14 +228,6 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 def leads_to(start: Version, end: Version) -> bool:
     """Whether a body of version `start` can be turned into version `end` by the declared functions."""
     return start == end or _find_changes(start, frozenset((end,))) is not None
-
-
-def upcasts_to(start: Version, end: Version) -> tuple[Callable[[Any], Any], ...] | None:
-    """Return the functions that turn a body of version `start` into version `end`; None if no chain leads there."""
-    if start == end:
-        return ()
-    chain = _find_changes(start, frozenset((end,)))
-    return None if chain is None else tuple(change for _, change in chain)
 
 
 def forget() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
@@ -18,7 +15,6 @@ FAILURE: Final = "outbox-reconcile read failed:"
 """An executor's error about a source starts with this text. By this text, the driver finds the executor's error inside
 of Spark's error."""
 _STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
-_END_SECONDS: Final = 5.0
 # A task's Python is another interpreter, or the executors lack a package: no run succeeds before this is corrected.
 _OTHER_PYTHON: Final = re.compile(r"No module named '[\w.]+'|PYTHON_VERSION_MISMATCH")
 # Spark's error texts for a damaged file. Another attempt to read the file would fail too.
@@ -81,7 +77,7 @@ def _readable(what: str, error: Exception) -> ReconcileError:
         if "snapshot" in reason:
             reason = f"the run lost its snapshot ({reason}), because the connection that holds the snapshot was closed"
     else:
-        reason = java_end(error) or causes(text)
+        reason = _java_end(error) or causes(text)
     remedy = "Run it again."
     if any(sign in text for sign in _DAMAGED):
         remedy = "Another run would fail too: correct the damaged file, or export the file again."
@@ -90,24 +86,14 @@ def _readable(what: str, error: Exception) -> ReconcileError:
     )
 
 
-def java_end(error: Exception) -> str:
-    """How Spark's Java process ended, if this process started it and it has ended; else ''. Without this text, an error
-    would only say that the connection to Java was refused."""
-    context = sys.modules.get("pyspark.core.context")
-    # The process is not public. pyspark 4.1 stores it in java_gateway.py, for Windows.
-    process = getattr(getattr(getattr(context, "SparkContext", None), "_gateway", None), "proc", None)
-    is_network = isinstance(error, ConnectionError) or type(error).__name__ == "Py4JNetworkError"
-    if process is None or not is_network:
+def _java_end(error: Exception) -> str:
+    """The reason if Spark's Java process does not answer, else ''. Py4J only says that a connection was refused."""
+    if not isinstance(error, ConnectionError) and type(error).__name__ != "Py4JNetworkError":
         return ""
-    try:
-        code = process.wait(_END_SECONDS)  # Java closes its connections a moment before it has ended.
-    except subprocess.TimeoutExpired:
-        return ""
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return (
-        f"Spark's Java process has ended ({how}): the cause is in its last lines on standard error, or in a file "
-        f"hs_err_pid{process.pid}.log of this folder. SIGKILL is most often a lack of memory (spark.driver.memory, and "
-        f"the memory of the machine or container)"
+        "Spark's Java process has ended: the cause is in its last lines on standard error, or in a file "
+        "hs_err_pid*.log. If there is none, most often the memory was too small (spark.driver.memory, and the memory "
+        "of the machine)"
     )
 
 

@@ -42,11 +42,11 @@ def hold(store: Store) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_folder(store: Store) -> Iterator[None]:
-    store.write_new(FILE)
-    with Path(store.path(FILE)).open("r+", encoding="utf-8") as file:
+    with Path(store.path(FILE)).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            file.seek(0)
             raise _refused(
                 store, _holder(file.read()), "Wait for its end, or give another folder with --output"
             ) from None
@@ -125,19 +125,15 @@ def _this_process() -> dict[str, Any]:
         "pid": os.getpid(),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
         "kernel": _kernel(),
-        "began": _began(os.getpid()),
     }
 
 
 def has_ended(holder: dict[str, Any]) -> bool:
-    """Whether this machine proves that the process has ended: the process belongs to the same boot and to the same
-    namespace of process ids, and no process with its id began at the same time. For a process of another machine or
-    container, there is no proof.
+    """Whether this machine proves that the process has ended: it belongs to the same boot and to the same namespace of
+    process ids, and no process has its id. For a process of another machine or container, there is no proof.
     """
-    if not holder.get("kernel") or holder["kernel"] != _kernel():
-        return False
-    began = _began(int(holder["pid"]))
-    return began == "" or began != holder.get("began")
+    kernel = holder.get("kernel")
+    return bool(kernel) and kernel == _kernel() and not Path(f"/proc/{holder['pid']}").exists()
 
 
 def _kernel() -> str:
@@ -147,14 +143,3 @@ def _kernel() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
-
-
-def _began(pid: int) -> str:
-    """The start of a process in clock ticks since the boot; '' if there is no such process, or if it is a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # The name of the program is in parentheses, and may itself contain blanks and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]

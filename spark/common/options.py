@@ -11,7 +11,6 @@ from typing import Final
 
 from .errors import UsageProblem
 
-DEFAULT_OUTPUT_MODE: Final = 0o600
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -67,21 +66,12 @@ def in_utc(moment: datetime) -> datetime:
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
-def parse_look_back(text: str) -> float:
-    """The seconds of a look back such as 7d. Raises UsageProblem for any other text."""
-    return _span("look back", text, "7d or 12h")
-
-
-def parse_interval(text: str) -> float:
-    """The seconds of an interval such as 1m. Raises UsageProblem for any other text."""
-    return _span("interval", text, "30s or 1m")
-
-
-def _span(what: str, text: str, examples: str) -> float:
+def parse_span(text: str) -> float:
+    """The seconds of a duration such as 7d or 1m. Raises UsageProblem for any other text, and for 0."""
     seconds = parse_duration(text)
     if not seconds:
         raise UsageProblem(
-            f"the {what} {text!r} is not a duration: write a number and a unit, as in {examples}, at most 36500d."
+            f"{text!r} is not a duration: write a number and a unit, as in 30s, 1m or 7d, at most 36500d."
         )
     return seconds
 

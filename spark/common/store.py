@@ -29,7 +29,6 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from .errors import UsageProblem
-from .options import DEFAULT_OUTPUT_MODE
 
 RESULT: Final = "result.json"
 KEPT_RUNS: Final = 10
@@ -39,12 +38,12 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 class Store:
     """A local folder, or a URI that both Spark and Arrow support (s3a://, s3://, gs://, hdfs://).
 
-    On a local disk, files get the permissions `mode`. New folders get the same permissions, and users who may read a
-    folder may also enter it. An existing folder keeps its permissions.
+    If the local folder is missing, it is made for this user alone, because findings contain keys of rows. An existing
+    folder keeps its permissions, and files have those that the umask gives.
     """
 
-    def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
-        self._given, self._location, self._mode = location, location.rstrip("/"), mode
+    def __init__(self, location: str) -> None:
+        self._given, self._location = location, location.rstrip("/")
         self._is_local = _SCHEME.match(location) is None
         try:
             if self._is_local:
@@ -63,17 +62,12 @@ class Store:
         return f"file://{self._location}/{name}" if self._is_local else f"{self._location}/{name}"
 
     def check_writable(self) -> None:
-        """Raise UsageProblem if this process cannot write files. A run calls this method before any other work.
-
-        If the local folder is missing, the method creates it with the permissions of the rules. By default only the
-        user of this process may read the folder, because findings contain keys of rows.
-        """
+        """Make the folder, and raise UsageProblem if this process cannot write into it."""
         try:
             if self._is_local:
                 Path(self._location).parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     Path(self._location).mkdir(mode=0o700)
-                    Path(self._location).chmod(self._folder_mode)
             self.write(f"runs/.probe-{os.getpid()}", "")
             self._files.delete_file(f"{self._root}/runs/.probe-{os.getpid()}")
         except OSError as error:
@@ -111,14 +105,6 @@ class Store:
         """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.delete_file(f"{self._root}/{name}")
-
-    def write_new(self, name: str) -> None:
-        """Create an empty local file, unless the file exists."""
-        target = Path(f"{self._root}/{name}")
-        self._make_folder(target.parent)
-        with contextlib.suppress(FileExistsError):
-            target.touch(mode=self._mode & 0o600, exist_ok=False)
-            target.chmod(self._mode)
 
     def remove(self, name: str) -> None:
         """Remove a folder with everything in it."""
@@ -194,41 +180,13 @@ class Store:
             stream.write(_bytes(content))
 
     def _write_local(self, target: Path, content: str | bytes) -> None:
-        self._make_folder(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        draft.unlink(missing_ok=True)
-        draft.touch(mode=self._mode & 0o600, exist_ok=False)
         with draft.open("wb") as stream:
-            draft.chmod(self._mode)  # The process's umask would remove bits of a mode given to open().
             stream.write(_bytes(content))
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
-
-    def _make_folder(self, folder: Path) -> None:
-        if folder.is_dir():
-            return
-        self._make_folder(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            folder.chmod(self._folder_mode)
-
-    @property
-    def _folder_mode(self) -> int:
-        return self._mode | (self._mode & 0o444) >> 2
-
-    def protect(self, name: str) -> None:
-        """Set the permissions of the files that Spark wrote below `name`.
-
-        Before this call, other users cannot read the files, because the permissions of the parent folder exclude other
-        users.
-        """
-        if not self._is_local:
-            return
-        for folder, _, files in os.walk(f"{self._root}/{name}"):
-            Path(folder).chmod(self._folder_mode)
-            for file in files:
-                Path(folder, file).chmod(self._mode)
 
     def path(self, name: str) -> str:
         """The path of the file `name`, for messages to the user."""

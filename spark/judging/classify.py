@@ -16,7 +16,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Messages, Rule
+from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Rule
 from .evidence import exact_places, near_places
 
 ORDER = {name: number for number, name in enumerate(CLASSES)}
@@ -79,23 +79,19 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     """For each class, the condition under which a key's message has this class, in order of precedence. A judged key
     that meets none of the conditions is OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
-    row_judged = has_row & _judges_row(rule, window)(F.col("row_at"))
+    row_judged = has_row & _judges_row(window)(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
     settled = F.col("settled_at") < F.lit(window.until)
     half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
     age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros("undecided_at")
     is_stuck = (F.col("parked") > 0) | (age > _micros(rule.stuck_after_seconds))
-    exactly_one = rule.messages is Messages.EXACTLY_ONE
-    is_double = F.greatest(F.col("rows"), _live()) > 1 if exactly_one else F.lit(False)
+    is_double = F.greatest(F.col("rows"), _live()) > 1
     judged = row_judged | message_judged
     fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     is_erased = F.col("erased") > 0
     differs = row_judged & committed & (F.col("unreadable") == 0) & ~is_erased & _differs(rule)
-    # If a row is written repeatedly, its newest message may belong to a later state of the row than the state that the
-    # run has read. An undecided message may belong to the state that the run has read.
-    is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         # The row of an erased message may have been deleted with the person's data, or have the erased key.
         FindingClass.ORPHAN: message_judged & committed & settled & ~is_erased,
@@ -104,13 +100,9 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0))
         | (row_judged & (F.col("unkeyed") > 0)),
         FindingClass.DUPLICATE: judged & committed & is_double,
-        FindingClass.MISMATCH: differs & is_final,
+        FindingClass.MISMATCH: differs,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
-        FindingClass.PENDING: (fresh & ~row_judged)
-        | (row_judged & undecided)
-        | (differs & ~is_final)
-        | alone
-        | unsettled,
+        FindingClass.PENDING: (fresh & ~row_judged) | (row_judged & undecided) | alone | unsettled,
         FindingClass.ERASED: judged & committed & is_erased,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
@@ -120,7 +112,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     """For each class, the condition under which a key has this class in the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
-    judges = _judges_row(rule, window)
+    judges = _judges_row(window)
     has_table, is_sent = group.table is not None, _is_sent(judges)
     # A handler may do nothing for an erased message.
     is_owed = _is_owed(rule, number) & (F.col("erased") == 0)
@@ -129,7 +121,6 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
-    unhandled, overdue_one = _unhandled(rule, number, window)
     is_compared = is_sent & (effects > 0) & (F.col("erased") == 0) & (F.col("unreadable") == 0)
     is_wrong, is_short = _sums(rule, number)
     conditions = {
@@ -137,20 +128,18 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
         FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
         | (_is_recalled(judges) & F.lit(has_table) & (effects > 0)),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
-        FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
+        FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
         FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
         FindingClass.WRONG_SUM: is_compared & is_wrong & (~is_short | overdue),
-        # If a row has several messages, its time may be that of its last change.
-        FindingClass.EARLY: is_sent & F.lit(has_table and not rule.counts_each_message) & _is_early(rule, effect_at),
+        FindingClass.EARLY: is_sent & F.lit(has_table) & _is_early(rule, effect_at),
         # A group without an effect table is judged by the broker's deliveries, which have no times.
         FindingClass.LATE: expected & F.lit(has_table) & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
-        FindingClass.PENDING: (expected & (((effects == 0) & ~overdue) | unhandled))
-        | (is_compared & is_wrong & is_short & ~overdue),
+        FindingClass.PENDING: (expected & (effects == 0) & ~overdue) | (is_compared & is_wrong & is_short & ~overdue),
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
 
-def _judges_row(rule: Rule, window: Window) -> Callable[[Column], Column]:
+def _judges_row(window: Window) -> Callable[[Column], Column]:
     """The condition under which a row with a given time is judged.
 
     A row after the window waits for a later run. It does not wait if its message is settled and its time is more than
@@ -158,7 +147,7 @@ def _judges_row(rule: Rule, window: Window) -> Callable[[Column], Column]:
     """
 
     def judges(row_at: Column) -> Column:
-        if rule.messages is not Messages.EXACTLY_ONE or window.is_exact:
+        if window.is_exact:
             return window.looks_at(row_at)
         is_ahead = F.unix_micros(row_at) - F.unix_micros(F.lit(window.watermark)) > _micros(_AHEAD_SECONDS)
         is_settled = F.col("settled_at") < F.lit(window.until)
@@ -176,31 +165,6 @@ def _is_early(rule: Rule, effect_at: Column) -> Column:
     start = F.greatest("row_at", F.coalesce("first_due_at", "row_at"))
     is_before_all = (_live() == 1) | (F.unix_micros("message_at") - effect > grace)
     return (F.unix_micros(start) - effect > grace) & is_before_all
-
-
-def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """Two conditions for a rule whose rows may have several messages, each with effects of its own. First: the group
-    has not handled one of the messages. Second: the group has not handled a message whose limit has passed.
-
-    One effect without a message id may be the effect of all messages. So if a key has one effect, a message counts as
-    unhandled if no effect came after it. If a key has several effects, the group writes one per message, and the
-    numbers are compared.
-    """
-    if not rule.counts_each_message:
-        return F.lit(False), F.lit(False)
-    group = rule.groups[number]
-    if group.key is None:
-        waiting = F.col(f"waiting_{number}")
-        age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(waiting)
-        return waiting.isNotNull(), F.coalesce(age > _micros(group.within_seconds), F.lit(False))
-    effects, newest = F.col(f"effects_{number}"), F.col(f"newest_effect_{number}")
-    handled = effects + F.col(f"timed_out_{number}")
-    is_short = (effects > 0) & (handled < F.col(f"owing_{number}"))
-    is_lost = (effects > 1) & (handled < F.col(f"overdue_count_{number}"))
-    return (
-        F.coalesce(is_short & ((effects > 1) | (F.col(f"newest_due_{number}") > newest)), F.lit(False)),
-        F.coalesce(is_lost, F.lit(False)) | F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),
-    )
 
 
 def _differs_in_effect(rule: Rule, number: int) -> Column:
@@ -321,19 +285,10 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    """Whether the row differs from its message. A row with several messages differs if it is different from each
-    message that may have been committed last."""
-    if not rule.counts_each_message:
-        return _differs_from("message", rule)
-    in_log = (F.col("atomic") == 0) | _differs_from("message", rule)
-    by_decision = (F.col("two_phase") == 0) | (_differs_from("prompt", rule) & _differs_from("early", rule))
-    return in_log & by_decision
-
-
-def _differs_from(message: str, rule: Rule) -> Column:
-    differs = ~F.col("row_hash").eqNullSafe(F.col(f"{message}_hash"))
+    """Whether the row differs from its message."""
+    differs = ~F.col("row_hash").eqNullSafe(F.col("message_hash"))
     for number, field in enumerate(rule.near_fields):
-        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"{message}_n{number}"), field)
+        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"message_n{number}"), field)
     return differs
 
 

@@ -9,11 +9,10 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from ..common.safe_text import quoted, shown_difference
-from ..rules import masking
 from ..rules.rule import FieldRule, FieldType, GroupRule, Rule
 from ..sources import bounded
 from ..sources.values import NOT_FINITE, NUMBER
-from . import evidence
+from . import evidence, masking
 
 # If a difference is after the part of two long texts that a run has, this number of their first characters is shown.
 _SHOWN: Final = 100

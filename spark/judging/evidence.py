@@ -8,31 +8,23 @@ tolerance becomes a number. The functions take and return data frames or columns
 Bodies are parsed into variants. `from_json` with a schema would take a fifth less CPU, but it reads numbers as doubles
 and "1,5" as 15, and 1e99999999 keeps it busy for minutes. Spark's parser stops after the first value, so the array of
 the body and a mark is parsed: text after the value is then an error, or stands in the place of the mark.
-
-Of several messages of a row, the one that was decided last counts, because a producer sends its decision right after
-COMMIT. Check-back and operators decide at an unknown time after it, so rows are sorted twice (by decision and by time
-of storing), and only a row that differs from the last message of both orders is a MISMATCH.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
-from decimal import Decimal
+from datetime import datetime
 from functools import reduce
 from typing import Final
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DecimalType
 
 from ..common.safe_text import quoted
-from ..rules import masking
 from ..rules.rule import FieldRule, FieldType, Rule
 from ..sources import bounded, contract
-from ..sources.values import NUMBER, from_body, from_column, json_path, lost_decimals
-from . import json_text
-from .conversion import NOT_CONVERTED
+from ..sources.values import NUMBER, from_body, from_column, json_paths
+from . import json_text, masking
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -45,19 +37,8 @@ UNKEYED: Final = 7
 """A business row whose key is null."""
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
-WAITING: Final = 2000
-"""A message for which a group has no effect. Rows of this kind exist only for a rule in which each message of a
-business row must have effects of its own."""
 TIMED_OUT: Final = 3000
 """A message that a group did not handle, because its time limit was over. The group owes no effect for it."""
-
-ATOMIC: Final = 0
-"""A message that was stored and decided in the transaction of its business row, so its times are the start of this
-transaction."""
-PROMPT: Final = 1
-"""A message that its producer decided right after the commit."""
-LATER: Final = 2
-"""A message that a check-back or an operator decided some time after the commit."""
 
 # In the column `bad`: the content of the message is erased, encrypted for a subject, or stored outside of the broker.
 ERASED: Final = -1
@@ -68,7 +49,6 @@ ERASED_TYPES: Final = (
     "application/vnd.outbox.large",
 )
 
-_PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _MARK: Final = "the end of the body"
@@ -94,7 +74,6 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     return _narrow(
         table,
         rule,
-        raw,
         values,
         kind=F.when(F.col("key").isNull() & is_row, UNKEYED).otherwise(F.col("kind").cast("int")),
         # An effect that cannot be read differs from its message.
@@ -102,53 +81,37 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     )
 
 
-def _narrow(
-    side: DataFrame, rule: Rule, raw: list[Column], values: list[Column], *, kind: Column, **given: Column
-) -> DataFrame:
+def _narrow(side: DataFrame, rule: Rule, values: list[Column], *, kind: Column, **given: Column) -> DataFrame:
     """The narrow form of a side, which must have the columns key and at.
 
-    raw, values: the texts of the compared fields, and their comparable forms.
-    given: settled, due, ord, bad, owed and way, where the side has them.
+    values: the comparable forms of the compared fields.
+    given: settled, due, ord, bad and owed, where the side has them.
     """
     nothing = {name: F.lit(None).cast("timestamp") for name in ("settled", "due")}
     nothing |= {"ord": F.lit(0).cast("bigint"), "bad": F.lit(0)}
     nothing |= {"owed": F.lit(0).cast("bigint")} if rule.has_conditional_groups else {}
-    nothing |= {"way": F.lit(ATOMIC)} if rule.counts_each_message else {}
     return side.select(
         F.coalesce("key", F.lit("")).alias("key"),
         kind.alias("kind"),
         "at",
         *(given.get(name, column).alias(name) for name, column in nothing.items()),
-        *_lost_decimals(raw, values, rule),
         *_for_effects(values, rule),
         *_compared(values, rule),
     )
-
-
-def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
-    """Convert messages for which the rule's group `number` has no effect (contract.owing) to the narrow form."""
-    nothing = [F.lit(None).cast("string")] * len(rule.fields)
-    values = [from_column(column, field) for column, field in zip(nothing, rule.fields, strict=True)]
-    # The time from which the message may be handled.
-    due = F.greatest("at", F.coalesce("deliver_at", "at"))
-    return _narrow(messages, rule, nothing, values, kind=F.lit(WAITING + number), due=due, ord=F.col("log_id"))
 
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
     """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
     the column `bad`, and a message whose content is erased, encrypted or stored outside of the broker has ERASED.
 
-    On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses or
-    may read wrongly, or that may contain more than one document. The compared texts are then in their bounded form, as
-    those of the rows.
+    On the second look, `is_exact` is true: `messages` is then a result of `read_again`, and the compared texts are in
+    their bounded form, as those of the rows.
     """
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
     # the next step uses it many times.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string"))
     parsed = parsed.withColumn("document", F.try_parse_json("text" if is_exact else _enclosed(text)))
-    if is_exact:
-        parsed = parsed.withColumn("again", _read_again(text, rule))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     if is_exact:
         is_damaged = ~F.is_valid_utf8(text) | (F.coalesce("again.problem", F.lit("")) != "")
@@ -157,14 +120,11 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
     if is_exact:
-        texts = {f"b{number}": value for number, value in enumerate(_texts(document, F.col("again"), rule))}
+        texts = {f"b{number}": value for number, value in enumerate(_texts(document, rule))}
     else:
-        paths = {f"b{n}": f"$[0]{json_path(field)[1:]}" for n, field in enumerate(rule.fields)}
-        parsed = parsed.withColumns({b: F.try_variant_get(document, path, "string") for b, path in paths.items()})
-        texts = {
-            b: _in_range(F.col(b), document, path, field)
-            for (b, path), field in zip(paths.items(), rule.fields, strict=True)
-        }
+        columns = {f"b{number}": _at(document, field, "$[0]", "string") for number, field in enumerate(rule.fields)}
+        parsed = parsed.withColumns(columns)
+        texts = {b: _in_range(F.col(b), document, field, "$[0]") for b, field in zip(columns, rule.fields, strict=True)}
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
     read = parsed.withColumns(columns).drop("text", "document", "again")
     raw = [F.col(name) for name in texts]
@@ -175,7 +135,6 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     return _narrow(
         read,
         rule,
-        raw,
         values,
         kind=_kind(rule),
         settled=F.greatest("at", F.coalesce("decided_at", "at")),
@@ -183,7 +142,6 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         ord=F.col("log_id"),
         bad=F.when(is_committed & F.col("is_erased"), ERASED).when(is_committed & is_bad, 1).otherwise(0),
         owed=F.coalesce("owed", F.lit(0)) if rule.has_conditional_groups else F.lit(0),
-        way=way(),
     )
 
 
@@ -210,12 +168,14 @@ def _is_suspicious(text: Column, enclosed: Column, rule: Rule) -> Column:
     return ~is_whole | ~is_object | F.coalesce(has_half, F.lit(False))
 
 
-def _read_again(text: Column, rule: Rule) -> Column:
-    """For a body that is suspicious or that Spark cannot parse, what the parser of this package reads: `problem` and
-    `texts`. Null for all other bodies."""
-    is_object, paths = bool(rule.fields), [tuple(field.body.split(".")) for field in rule.fields]
+def read_again(messages: DataFrame, rule: Rule) -> DataFrame:
+    """Add the column `again`: for a body that is suspicious, that Spark cannot parse or that it may read wrongly, what
+    the parser of this package reads (`problem` and `texts`); null for all other bodies."""
+    text = F.col("body").cast("string")
+    is_object = bool(rule.fields)
+    paths = [[tuple(path.split(".")) for path in field.paths] for field in rule.fields]
     read = F.udf(
-        lambda body: None if body is None else json_text.read(body, paths, is_object=is_object),
+        lambda body: None if body is None else json_text.values_at(body, paths, is_object=is_object),
         "problem string, texts array<string>",
     )
     # Spark calls a Python function for every row, even inside of WHEN. So for a body that is not suspicious, the
@@ -223,23 +183,20 @@ def _read_again(text: Column, rule: Rule) -> Column:
     enclosed = F.try_parse_json(_enclosed(text))
     is_suspicious = _is_suspicious(text, enclosed, rule)
     for field in rule.fields:
-        path = f"$[0]{json_path(field)[1:]}"
-        is_suspicious = is_suspicious | _is_inexact(F.try_variant_get(enclosed, path, "string"), enclosed, path, field)
-    return read(F.when(F.is_valid_utf8(text) & is_suspicious, text))
+        found = _at(enclosed, field, "$[0]", "string")
+        is_suspicious = is_suspicious | _is_inexact(found, enclosed, field, "$[0]")
+    return messages.withColumn("again", read(F.when(F.is_valid_utf8(text) & is_suspicious, text)))
 
 
-def _texts(document: Column, again: Column, rule: Rule) -> list[Column]:
-    """The texts of the compared fields; `again` is the result of `_read_again`."""
+def _texts(document: Column, rule: Rule) -> list[Column]:
+    """The texts of the compared fields of a result of `read_again`."""
+    again = F.col("again")
     return [
-        F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(_text_at(document, field))
+        F.when(again.isNotNull(), F.get(again["texts"], F.lit(number))).otherwise(
+            _in_range(_at(document, field, "$", "string"), document, field, "$")
+        )
         for number, field in enumerate(rule.fields)
     ]
-
-
-def way() -> Column:
-    """How close the decision of a message is to the commit of its transaction (ATOMIC, PROMPT or LATER)."""
-    is_atomic = F.coalesce(F.col("decided_at") <= F.col("at"), F.lit(True))
-    return F.when(is_atomic, ATOMIC).when(F.col("decided_by") == "P", PROMPT).otherwise(LATER)
 
 
 def _kind(rule: Rule) -> Column:
@@ -256,36 +213,36 @@ def _kind(rule: Rule) -> Column:
     return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
 
 
-def _text_at(document: Column, field: FieldRule) -> Column:
-    """The text of a body's value."""
-    path = json_path(field)
-    return _in_range(F.try_variant_get(document, path, "string"), document, path, field)
+def _at(document: Column, field: FieldRule, root: str, kind: str) -> Column:
+    """The value of a field in a parsed body, which stands at the path `root`."""
+    found = [F.try_variant_get(document, path, kind) for path in json_paths(field, root)]
+    return found[0] if len(found) == 1 else F.coalesce(*found)
 
 
-def _in_range(text: Column, document: Column, path: str, field: FieldRule) -> Column:
+def _in_range(text: Column, document: Column, field: FieldRule, root: str) -> Column:
     """The text of a body's value; for a number that Spark reads as infinite or as another number, a text that is no
     number.
 
     Spark would give an infinite number the same text as the string "Infinity". `text` is read twice: if it is not a
     column of an earlier step, Spark also extracts it from the document twice.
     """
-    is_infinite = text.isin("Infinity", "-Infinity") & _is_double(document, path)
+    is_infinite = text.isin("Infinity", "-Infinity") & _is_double(document, field, root)
     in_range = F.when(is_infinite, "a number beyond 1.8e308")
-    return in_range.when(_is_inexact(text, document, path, field), "a number beyond a double").otherwise(text)
+    return in_range.when(_is_inexact(text, document, field, root), "a number beyond a double").otherwise(text)
 
 
-def _is_inexact(text: Column, document: Column, path: str, field: FieldRule) -> Column:
+def _is_inexact(text: Column, document: Column, field: FieldRule, root: str) -> Column:
     """Whether Spark may have read a number of a body as another number: it reads a number with an exponent, or with
     more than 38 digits, as a double, which has 15 digits for certain. They are enough for the twelve decimals of a
     number below 0.001, whose text has a negative exponent."""
     if field.type not in (FieldType.INTEGER, FieldType.DECIMAL):
         return F.lit(False)
     is_long = ((F.length(text) > _EXACT) | text.contains("E")) & ~text.contains("E-")
-    return F.coalesce(is_long & _is_double(document, path), F.lit(False))
+    return F.coalesce(is_long & _is_double(document, field, root), F.lit(False))
 
 
-def _is_double(document: Column, path: str) -> Column:
-    return F.schema_of_variant(F.try_variant_get(document, path, "variant")) == "DOUBLE"
+def _is_double(document: Column, field: FieldRule, root: str) -> Column:
+    return F.schema_of_variant(_at(document, field, root, "variant")) == "DOUBLE"
 
 
 def row_values(rule: Rule) -> list[Column]:
@@ -295,9 +252,8 @@ def row_values(rule: Rule) -> list[Column]:
 
 
 def body_values(rule: Rule) -> list[Column]:
-    """The compared fields of message bodies, as texts in their comparable form; long texts are bounded."""
-    text = F.col("body").cast("string")
-    texts = _texts(F.try_parse_json(text), _read_again(text, rule), rule)
+    """The compared fields of a result of `read_again`, as texts in their comparable form; long texts are bounded."""
+    texts = _texts(F.try_parse_json(F.col("body").cast("string")), rule)
     values = [from_body(column, field) for column, field in zip(texts, rule.fields, strict=True)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(_bounded(values, rule))]
 
@@ -313,13 +269,11 @@ def why_unreadable(rule: Rule) -> Column:
     """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if the whole body can
     be read."""
     text = F.col("body").cast("string")
-    again = _read_again(text, rule)
+    again = F.col("again")
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = _texts(F.try_parse_json(text), again, rule)
+    raw = _texts(F.try_parse_json(text), rule)
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
-    content_type = F.when(F.col("content_type").startswith(NOT_CONVERTED), F.col("content_type")).otherwise(
-        F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
-    )
+    content_type = F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
     reason = F.when(again["problem"] != "", again["problem"]).otherwise(reason)
     reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
@@ -382,11 +336,8 @@ def _made_at(message_id: Column) -> Column:
     return F.when(message_id.rlike(_VERSION_7), moment)
 
 
-def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
-    """One row per key with the counts and times of all sides.
-
-    A message is overdue if its time limit ended before `watermark`.
-    """
+def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
+    """One row per key with the counts and times of all sides."""
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
@@ -394,7 +345,7 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
     is_row = kind.isin(ROW, UNKEYED)
     # The newest message is compared with the row. A recalled message is compared only if there is no other message.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
-    counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < WAITING))
+    counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < TIMED_OUT))
     aggregates = [
         F.count_if(is_row).alias("rows"),
         F.count_if(kind == UNKEYED).alias("unkeyed"),
@@ -413,24 +364,16 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
             F.count_if((kind == COMMITTED) & F.col("due").isNull()) == 0, F.min(F.when(kind == COMMITTED, F.col("due")))
         ).alias("first_due_at"),
         F.max_by("hash", age).alias("message_hash"),
-        F.max(F.when(is_committed, F.col("settled"))).alias("newest_settled_at"),
         F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
         F.sum(F.greatest("bad", F.lit(0))).alias("unreadable"),
         F.count_if(F.col("bad") == ERASED).alias("erased"),
     ]
-    if rule.has_numbers:
-        aggregates.append(F.max(F.when(is_row, F.col("lost"))).alias("row_lost"))
-        aggregates.append(F.max_by("lost", age).alias("message_lost"))
     for number in range(len(rule.near_fields)):
         value = F.col(f"n{number}")
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
         aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
     aggregates += [F.max_by(f"s{place}", age).alias(f"message_s{place}") for place in rule.effect_numbers]
     aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number, age)]
-    if rule.counts_each_message:
-        aggregates += _in_order_of_commit(rule)
-        for number in range(len(rule.groups)):
-            aggregates += _of_each_message(rule, number, watermark)
     # First spread the rows by key. A key has two or three rows, so Spark's own partial aggregation before the shuffle
     # would combine few rows, and would send each row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
@@ -476,62 +419,6 @@ def _of_group(rule: Rule, number: int, age: Column) -> Iterator[Column]:
         yield F.count_if(is_owed).alias(f"owed_{number}")
 
 
-def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """For each of two orders of the messages: the compared values of the last message in this order.
-
-    The order `prompt` is the order of the decisions. In the order `early`, a message that was decided some time after
-    its commit has the place of its earliest possible commit. Messages that were stored in the transaction of their row
-    are in the log in the order of their commits.
-    """
-    kind, way = F.col("kind"), F.col("way")
-    is_sent = kind.isin(COMMITTED, RECALLED)
-    yield F.count_if(is_sent & (way == ATOMIC)).alias("atomic")
-    yield F.count_if(is_sent & (way != ATOMIC)).alias("two_phase")
-    for name, time in (
-        ("prompt", F.col("settled")),
-        ("early", F.when(way == LATER, F.col("at")).otherwise(F.col("settled"))),
-    ):
-        place = F.when(is_sent, commit_place(time, F.col("ord"), kind == COMMITTED))
-        yield F.max_by("hash", place).alias(f"{name}_hash")
-        for number in range(len(rule.near_fields)):
-            yield F.max_by(f"n{number}", place).alias(f"{name}_n{number}")
-
-
-def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
-    """A number that orders messages by their time of commit and, for equal times, by log id. Recalled messages come
-    before all others.
-
-    The result is not a struct, because Spark aggregates structs by sorting.
-    """
-    place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
-    return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
-
-
-def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
-    """The times that show whether a group has handled each message.
-
-    If effects have message ids, the result is the time of the oldest message without an effect. If effects have keys,
-    the result is the times of the newest message, the newest overdue message, and the newest effect.
-    """
-    kind, group = F.col("kind"), rule.groups[number]
-    if group.key is None:
-        is_waiting = kind == WAITING + number
-        yield F.min(F.when(is_waiting, F.col("due"))).alias(f"waiting_{number}")
-        yield F.min_by("ord", F.when(is_waiting, F.col("due"))).alias(f"waiting_log_id_{number}")
-        return
-    is_owed = kind == COMMITTED
-    if group.owed_when:
-        is_owed = is_owed & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
-    due = F.when(is_owed, F.greatest("at", F.coalesce("due", "at")))
-    yield F.count_if(is_owed).alias(f"owing_{number}")
-    yield F.max(due).alias(f"newest_due_{number}")
-    overdue = due < F.lit(watermark - timedelta(seconds=group.within_seconds))
-    yield F.max(F.when(overdue, due)).alias(f"overdue_{number}")
-    yield F.count_if(F.coalesce(overdue, F.lit(False))).alias(f"overdue_count_{number}")
-    yield F.max_by("ord", F.when(overdue, due)).alias(f"overdue_log_id_{number}")
-    yield F.max(F.when(kind == EFFECT + number, F.col("at"))).alias(f"newest_effect_{number}")
-
-
 def _earliest(column: str, condition: Column) -> Column:
     return F.min(F.when(condition, F.col(column)))
 
@@ -548,24 +435,6 @@ def _hash(values: list[Column]) -> Column:
     # xxhash64 skips nulls. So the hash also covers whether each value is null, because (null, 'a') and ('a', null) must
     # have different hashes.
     return F.xxhash64(*(part for value in values for part in (value, value.isNull())))
-
-
-def _lost_decimals(raw: list[Column], values: list[Column], rule: Rule) -> list[Column]:
-    """The hash of the numbers that have more decimals than are compared; an empty list if the rule has no number."""
-    if not rule.has_numbers:
-        return []
-    lost = [
-        lost_decimals(before, after)
-        for before, after, field in zip(raw, values, rule.fields, strict=True)
-        if field in rule.exact_fields and field.type in (FieldType.INTEGER, FieldType.DECIMAL)
-    ]
-    return [reduce(lambda seed, value: seed.bitwiseXOR(value), lost).alias("lost")]
-
-
-def is_equal_by_rounding() -> Column:
-    """Whether the compared fields of row and message are equal only because their numbers were rounded."""
-    is_equal = (F.col("row_hash") == F.col("message_hash")) & (F.col("unreadable") == 0) & (F.col("erased") == 0)
-    return F.coalesce(is_equal & (F.col("row_lost") != F.col("message_lost")), F.lit(False))
 
 
 def _bad(raw: list[Column], values: list[Column]) -> Column:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
 NOT_JSON: Final = "the body is not "
@@ -30,8 +30,11 @@ def _refuse(name: str) -> NoReturn:
 _DECODER: Final = json.JSONDecoder(parse_float=_Number, parse_int=_Number, parse_constant=_refuse)
 
 
-def read(text: str, paths: Sequence[tuple[str, ...]], *, is_object: bool) -> tuple[str, list[str | None]]:
-    """The error in a body ('' if there is none), and the texts of the values at `paths` (None if there is no value).
+def values_at(
+    text: str, paths: Sequence[Sequence[tuple[str, ...]]], *, is_object: bool
+) -> tuple[str, list[str | None]]:
+    """The error in a body ('' if there is none), and the texts of the values at `paths` (None if there is no value): of
+    each group of paths, the first one that has a value counts.
 
     With `is_object`, the body must be one JSON object. If the body is not JSON, the error starts with NOT_JSON. Of
     values with one name in an object, the last one counts.
@@ -39,8 +42,8 @@ def read(text: str, paths: Sequence[tuple[str, ...]], *, is_object: bool) -> tup
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, _LEVELS))
     try:
-        document = _document(text, is_object=is_object)
-        texts = [_plain(_at(document, path)) for path in paths]
+        read = document(text, is_object=is_object)
+        texts = [_first(_plain(_at(read, path)) for path in names) for names in paths]
     except json.JSONDecodeError as error:
         return f"{NOT_JSON}JSON: {error}", [None] * len(paths)
     except RecursionError:
@@ -49,26 +52,30 @@ def read(text: str, paths: Sequence[tuple[str, ...]], *, is_object: bool) -> tup
         return f"{NOT_JSON}{error}", [None] * len(paths)
     finally:
         sys.setrecursionlimit(limit)
-    for path, found in zip(paths, texts, strict=True):
+    for names, found in zip(paths, texts, strict=True):
         if half := _HALF_PAIR.search(found or ""):
             unit = f"\\u{ord(half[0]):04x}"
-            reason = f"{'.'.join(path)} has one half of a surrogate pair, {unit}, which no text of a database has"
+            reason = f"{'.'.join(names[0])} has one half of a surrogate pair, {unit}, which no text of a database has"
             return reason, [None] * len(paths)
     return "", texts
 
 
-def _document(text: str, *, is_object: bool) -> Any:
+def _first(found: Iterable[str | None]) -> str | None:
+    return next((text for text in found if text is not None), None)
+
+
+def document(text: str, *, is_object: bool = False) -> Any:
     """The whole text as one value. Raises ValueError and RecursionError."""
     if text.startswith("\ufeff"):
         raise ValueError("JSON: it begins with a byte order mark")
     start = _after_blanks(text, 0)
     if is_object and not text.startswith("{", start):
         raise ValueError("one JSON object")
-    document, end = _DECODER.raw_decode(text, start)
+    found, end = _DECODER.raw_decode(text, start)
     end = _after_blanks(text, end)
     if end < len(text):
         raise ValueError(f"one JSON {'object' if is_object else 'text'}: it goes on at character {end + 1}")
-    return document
+    return found
 
 
 def _after_blanks(text: str, place: int) -> int:
@@ -84,14 +91,15 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
 
 def _plain(value: Any) -> str | None:
     """The text that Spark gives for a value."""
-    return value if value is None or type(value) is str else _written(value)
+    return value if value is None or type(value) is str else written(value)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """The text that Spark gives for a value, and this package for a masked body."""
     if isinstance(value, _Number):
         return value.rstrip("0").rstrip(".") if _DECIMAL.fullmatch(value) else str(value)
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_written(name)}:{_written(each)}" for name, each in value.items()) + "}"
+        return "{" + ",".join(f"{written(name)}:{written(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
+        return "[" + ",".join(map(written, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

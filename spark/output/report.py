@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
-from ..judging.remedies import REMEDIES, TRACE
+from ..judging.remedies import TRACE
 from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
 
@@ -53,8 +53,8 @@ def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{_text(_title(result))}</title><style>{style}</style></head>\n<body><main>"
-        f"{_head(result)}{_actions(result)}{_tiles(result)}{_causes(result)}{_counts(result)}{_last_runs(result)}"
-        f"{_findings(result, found)}{_boundary(result)}{_reading_guide()}</main></body></html>\n"
+        f"{_head(result)}{_actions(result)}{_causes(result)}{_counts(result)}{_last_runs(result)}"
+        f"{_findings(result, found)}{_boundary(result)}</main></body></html>\n"
     )
 
 
@@ -146,6 +146,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
     return (
         f"{since} up to <b>{_seconds(rule['until'])}</b> "
         f"(both sides complete up to {_seconds(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
+        f" {rule['rows_read']:,} rows and {rule['messages_read']:,} messages were read."
         + _look_back_text(rule)
         + (f" Retention: rows from before {_seconds(rule['floor'])} cannot be judged." if rule["floor"] else "")
     )
@@ -166,24 +167,6 @@ def _look_back_text(rule: Mapping[str, Any]) -> str:
         f" If a row, message or effect from before this window changes later, a look back finds the change. The last "
         f"look back, at <b>{_seconds(last['at'])}</b>, judged the rows from <b>{since}</b> on again."
     )
-
-
-def _tiles(result: Mapping[str, Any]) -> str:
-    totals = result["totals"]
-    judged = sum(rule["counts"]["OK"] for rule in result["rules"])
-    tiles = [
-        ("keys as declared", judged, ""),
-        ("findings", result["faults"], "bad" if result["faults"] else "ok"),
-        ("of them new", result["new_faults"], "bad" if result["new_faults"] else ""),
-        *([("acknowledged", result["acknowledged"], "")] if result["acknowledged"] else []),
-        ("pending", totals["PENDING"], ""),
-        ("recovered", totals["RECOVERED"], ""),
-        *([("expired", totals["EXPIRED"], "bad")] if totals["EXPIRED"] else []),
-        ("rows read", sum(rule["rows_read"] for rule in result["rules"]), ""),
-        ("messages read", sum(rule["messages_read"] for rule in result["rules"]), ""),
-    ]
-    cells = "".join(f'<div class="tile {css}"><b>{count:,}</b><span>{text}</span></div>' for text, count, css in tiles)
-    return f'<section class="tiles">{cells}</section>'
 
 
 def _counts(result: Mapping[str, Any]) -> str:
@@ -240,19 +223,6 @@ def _boundary(result: Mapping[str, Any]) -> str:
         "<section><h2>What was compared</h2><div class='wide'><table><thead><tr><th>Look</th><th>Database</th>"
         "<th>Identity</th><th>Snapshot taken</th><th>Complete up to</th><th>Snapshot</th><th>Notes</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div><ul>{''.join((*windows, *notes))}</ul></section>"
-    )
-
-
-def _reading_guide() -> str:
-    items = "".join(
-        f"<li><i class='mark c-{name.value}'></i><b>{name.value}</b> {escape(REMEDIES[name].meaning)}</li>"
-        for name in FAULTS
-    )
-    return (
-        "<section><h2>How to read the classes</h2><p class='dim'>Several classes can hold for one "
-        "key. The key is counted under the first of these classes, in the order of this list. The finding names the "
-        "further classes after “also”.</p>"
-        f"<ol class='guide'>{items}</ol></section>"
     )
 
 
@@ -313,7 +283,7 @@ def _finding(finding: Mapping[str, Any]) -> str:
     if finding["acknowledged"]:
         detail += f" <b>acknowledged</b> <span class='dim'>{_text(finding['acknowledged'])}</span>"
     shown = (
-        f"<code>{escape(_cut(visible(finding['key'])))}</code>",
+        f"<code>{escape(visible(_cut(finding['key'])))}</code>",
         detail,
         f"<span class='t'>{escape(finding['at'] or '–')}</span>",
         f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",

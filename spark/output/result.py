@@ -97,7 +97,6 @@ def publish(
     """
     text = report.render(result, samples)
     try:
-        job.store.protect(f"runs/{job.name}")
         job.store.write(result["report"], text)
         job.store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:

@@ -8,36 +8,33 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..common.errors import RulesInvalid, UsageProblem
-from ..common.options import DEFAULT_OUTPUT_MODE
-from .events import DeclaredEvents, EventsUnusable, condition_of
+from ..common.options import parse_duration
 from .rule import (
     FAULTS,
     Acknowledgement,
     DatabaseRule,
-    EventRule,
     FieldRule,
     FieldType,
     FindingClass,
     FindingSeverity,
     GroupRule,
-    Messages,
     Rule,
     Rules,
     SourceKind,
     Tolerance,
 )
-from .toml import TomlTable
 
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "dsn", "path", "namespace")
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None, *, is_connected: bool = True) -> Rules:
@@ -73,7 +70,6 @@ class _Reader:
     def __init__(self, environment: Mapping[str, str], is_connected: bool) -> None:
         self._environment, self._is_connected = environment, is_connected
         self.problems: list[str] = []
-        self._events: DeclaredEvents | None = None
 
     def read(self, document: dict[str, Any]) -> Rules:
         keys = ("version", "title", "database", "broker", "output", "rule", "acknowledge")
@@ -81,10 +77,9 @@ class _Reader:
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = TomlTable(self.problems, document.get("broker", {}), "broker", ("database", "archive", "events"))
+        broker = TomlTable(self.problems, document.get("broker", {}), "broker", ("database", "archive"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
-        self._events = self._declared(broker)
         rules = tuple(self._rule(value, path, databases) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
@@ -94,46 +89,16 @@ class _Reader:
             _acknowledgement(TomlTable(self.problems, value, path, _ACKNOWLEDGE_KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
-        output = TomlTable(self.problems, document.get("output", {}), "output", ("mode", "fail_above"))
+        output = TomlTable(self.problems, document.get("output", {}), "output", ("fail_above",))
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
             broker=broker_name,
             rules=rules,
             archive=broker.text("archive"),
-            output_mode=self._output_mode(output),
             fail_above=self._fail_above(output),
             acknowledged=tuple(known),
         )
-
-    @staticmethod
-    def _declared(broker: TomlTable) -> DeclaredEvents | None:
-        names = broker.values.get("events")
-        if names is None:
-            return None
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-            text = f"must be a list of Python modules, got {names!r}"
-            broker.problem("events", text, 'write events = ["shop.events"]')
-            return None
-        try:
-            return DeclaredEvents(names)
-        except EventsUnusable as error:
-            broker.problem("events", str(error), error.remedy)
-            return None
-
-    def _event(self, table: TomlTable) -> tuple[EventRule | None, Mapping[str, FieldType]]:
-        """Return the event that a rule names, and the types of its fields by path."""
-        name = table.text("event")
-        if name is None:
-            return None, {}
-        if self._events is None:
-            table.problem("event", "[broker] names no events", 'write events = ["shop.events"] in [broker]')
-            return None, {}
-        try:
-            return self._events.rule(name), self._events.types(name)
-        except EventsUnusable as error:
-            table.problem("event", str(error), error.remedy)
-            return None, {}
 
     @staticmethod
     def _fail_above(table: TomlTable) -> Tolerance:
@@ -147,40 +112,14 @@ class _Reader:
         table.problem("fail_above", text, 'write fail_above = 10 or fail_above = "0.1 %"')
         return Tolerance()
 
-    @staticmethod
-    def _output_mode(table: TomlTable) -> int:
-        given = table.text("mode")
-        if given is None:
-            return DEFAULT_OUTPUT_MODE
-        mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
-        if mode & 0o600 != 0o600 or mode & 0o111:
-            table.problem(
-                "mode",
-                "must let the owner read and write the file, and must not let any user execute the file; "
-                f"got {given!r}",
-                'write octal digits, as in mode = "0640"',
-            )
-        return mode
-
     def _databases(self, values: Any) -> dict[str, DatabaseRule]:
         section = TomlTable(self.problems, values, "database", tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
-        read = {name: self._database(name, value) for name, value in section.values.items()}
-        return {name: self._with_primary(database, values[name], read) for name, database in read.items()}
-
-    def _with_primary(self, database: DatabaseRule, value: Any, read: dict[str, DatabaseRule]) -> DatabaseRule:
-        primary = value.get("primary") if isinstance(value, dict) else None
-        if primary is None:
-            return database
-        known = read.get(str(primary))
-        if known is None or known.kind is not SourceKind.POSTGRES or primary == database.name:
-            text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
-            self.problems.append(f"{text}; add [database.{primary}].")
-        return replace(database, primary=known)
+        return {name: self._database(name, value) for name, value in section.values.items()}
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
-        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "longest_transaction")
         table = TomlTable(self.problems, value, f"database.{name}", keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
@@ -218,17 +157,14 @@ class _Reader:
         return value
 
     def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule]) -> Rule:
-        keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
-        more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
+        keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "severity", "grace")
+        more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")
         table = TomlTable(self.problems, value, path, (*keys, *more, *again))
         database = table.required("database")
         self._known(table, "database", database, databases)
         severity = table.choice("severity", FindingSeverity, FindingSeverity.CRITICAL)
-        event, types = self._event(table)
-        if event is not None and "topic" in table.values:
-            table.problem("topic", "has no meaning with event, which has a topic", "remove topic")
-        fields = tuple(self._field(item, at, event, types) for item, at in table.tables("field"))
+        fields = tuple(self._field(item, at) for item, at in table.tables("field"))
         groups = [self._group(item, at, databases, database, severity, fields) for item, at in table.tables("group")]
         self._unique([group.name for group in groups], f"{path}.group")
         rule = Rule(
@@ -238,53 +174,25 @@ class _Reader:
             key=table.required("key"),
             when=table.text("when"),
             time=table.required("time"),
-            topic=self._topic(table, event),
+            topic=table.required("topic"),
             tag=table.text("tag"),
-            message_when=self._message_when(table, event),
-            messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
+            message_when=table.text("message_when"),
             severity=severity,
             **self._spans(table),
             allow_empty=table.flag("allow_empty"),
             fields=fields,
             groups=tuple(groups),
             mask=self._mask(table),
-            event=event,
             fail_above=self._fail_above(table) if "fail_above" in table.values else None,
-            digest=_digest(value, event, types),
+            digest=_digest(value),
         )
-        self._check_bucket(table, rule)
         if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
-        for group in rule.groups:
-            if (group.compare_effect or group.sum_effect) and (rule.counts_each_message or rule.bucket_seconds):
-                self.problems.append(
-                    f"{path}.group[{group.name!r}]: values of effects are compared only with "
-                    'messages = "exactly_one" and without bucket; remove compare_effect and sum_effect, or change the '
-                    "rule."
-                )
-            if rule.message_when and group.table is None:
-                is_given = "message_when" in table.values
-                text = (
-                    f"{'' if is_given else 'shares its topic with other events, so it '}cannot be used for group "
-                    f"{group.name!r}, because the group has no effect table: a run judges such a group by all "
-                    "deliveries of the broker"
-                )
-                table.problem("message_when" if is_given else "event", text, "name the group's effect table")
+        for group in rule.groups if rule.message_when else ():
+            if group.table is None:
+                text = f"cannot be used for group {group.name!r}, which a run judges by all deliveries of the broker"
+                table.problem("message_when", text, "name the effect table of the group")
         return rule
-
-    def _topic(self, table: TomlTable, event: EventRule | None) -> str:
-        if "event" not in table.values:
-            return table.required("topic")
-        return self._events.topic(event.name) if self._events is not None and event is not None else ""
-
-    def _message_when(self, table: TomlTable, event: EventRule | None) -> str | None:
-        """Return the condition for the messages of the rule. If other events have the same topic, it also names the
-        event."""
-        given = table.text("message_when")
-        if self._events is None or event is None or not self._events.shares_its_topic(event.name):
-            return given
-        named = condition_of({name for name, _ in event.upcasts})
-        return f"({given}) AND {named}" if given else named
 
     @staticmethod
     def _spans(table: TomlTable) -> dict[str, Any]:
@@ -305,49 +213,18 @@ class _Reader:
             table.problem("mask", "the key cannot be masked, because findings show it", "remove the key from mask")
         return tuple(names)
 
-    def _check_bucket(self, table: TomlTable, rule: Rule) -> None:
-        if rule.bucket_seconds is None:
-            return
-        if rule.event is not None:
-            table.problem(
-                "bucket",
-                "PostgreSQL computes the checksums, and cannot convert the bodies of old versions of an event",
-                "remove bucket, or name topic and types instead of the event",
-            )
-        if rule.bucket_seconds <= 0:
-            table.problem("bucket", "must be longer than 0", 'write bucket = "1h"')
-        if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
-            table.problem(
-                "bucket",
-                "the body of a message must contain the time of its row, but no field of the body is compared with "
-                f"column {rule.time!r}",
-                f'add [[rule.field]] column = "{rule.time}", type = "timestamp", or remove bucket',
-            )
-        for field in rule.near_fields:
-            table.problem(
-                "bucket",
-                f"a checksum has no tolerance (field {field.column!r})",
-                "remove bucket or the field's tolerance",
-            )
-
-    def _field(self, value: Any, path: str, event: EventRule | None, types: Mapping[str, FieldType]) -> FieldRule:
-        """Read one field. The event, if the rule names one, has the type of the field."""
+    def _field(self, value: Any, path: str) -> FieldRule:
         table = TomlTable(self.problems, value, path, ("column", "body", "type", "tolerance"))
         column = table.required("column")
-        body = table.text("body") or column
-        if event is not None and body not in types:
-            near = difflib.get_close_matches(body, types, 1)
-            table.problem(
-                "body" if "body" in table.values else "column",
-                f"event {event.name!r} version {event.version} has no field {body!r} that can be compared",
-                f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(types) or 'none'}",
-            )
-        kind = table.choice("type", FieldType, types.get(body, FieldType.TEXT))
+        given = table.values.get("body", column)
+        names = given if isinstance(given, list) else [given]
+        if not names or not all(isinstance(name, str) and name for name in names):
+            table.problem("body", f"must be a name, or a list of names, got {given!r}", f'write body = "{column}"')
+            names = [column]
+        kind = table.choice("type", FieldType, FieldType.TEXT)
+        body, *former = names
         return FieldRule(
-            column=column,
-            body=body,
-            type=kind,
-            tolerance=self._tolerance(table, kind),
+            column=column, body=body, former=tuple(former), type=kind, tolerance=self._tolerance(table, kind)
         )
 
     @staticmethod
@@ -446,12 +323,9 @@ class _Reader:
 _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every", "fail_above")
 
 
-def _digest(rule: Any, event: EventRule | None, types: Mapping[str, FieldType]) -> str:
-    """A digest of a rule, and of the version and the types of its event. The digest ignores the options of
-    _NOT_JUDGED, because these options do not change the class of any subject."""
+def _digest(rule: Any) -> str:
+    """A digest of a rule without the options of _NOT_JUDGED, which do not change the class of any subject."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
-    if event is not None:
-        judged = {"rule": judged, "version": event.version, "types": types}
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -488,3 +362,84 @@ def _end_of(value: object) -> datetime | None:
     if isinstance(value, date):
         return datetime.combine(value + timedelta(days=1), time(), UTC)
     return None
+
+
+class TomlTable:
+    """Reads typed values from a table of TOML, and reports each error with the path of its key."""
+
+    def __init__(self, problems: list[str], values: Any, path: str, allowed: tuple[str, ...]) -> None:
+        """`problems` gets the errors. `path` is the path of the table; '' for the file."""
+        self._problems, self._path = problems, path
+        self.values: dict[str, Any] = values if isinstance(values, dict) else {}
+        if not isinstance(values, dict):
+            self.problem(None, "must be a table", "write it as [section] or [[section]]")
+        for key in self.values:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, 1)
+                remedy = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(allowed)}"
+                self.problem(key, "unknown key", remedy)
+
+    def problem(self, key: str | None, what: str, remedy: str) -> None:
+        """Report an error at a key of this table, or at the table itself if `key` is None."""
+        self._problems.append(f"{self._at(key) or 'file'}: {what}; {remedy}{'' if remedy.endswith('?') else '.'}")
+
+    def _at(self, key: str | None) -> str:
+        return ".".join(filter(None, (self._path, key)))
+
+    def text(self, key: str) -> str | None:
+        """The text of a key, which must not be empty; None if the key is missing."""
+        value: object = self.values.get(key)
+        if value is None or (isinstance(value, str) and value.strip()):
+            return value
+        self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
+        return None
+
+    def required(self, key: str) -> str:
+        """The text of a required key. If the key is missing, report an error and return ''."""
+        if key not in self.values:
+            self.problem(key, "missing", f'add {key} = "…"')
+        return self.text(key) or ""
+
+    def flag(self, key: str) -> bool:
+        """The boolean value of a key; false if the key is missing."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            self.problem(key, f"must be true or false, got {value!r}", f"write {key} = true")
+            return False
+        return value
+
+    def choice(self, key: str, choices: Iterable[Choice], default: Choice) -> Choice:
+        """The value of a key as one of `choices`, which may be a whole enumeration."""
+        value = self.values.get(key, default.value)
+        for choice in choices:
+            if choice == value:
+                return choice
+        self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(choices)}")
+        return default
+
+    def spans(self, *keys: str) -> dict[str, Any]:
+        """The durations that the table gives, as `<key>_seconds`."""
+        given = {f"{key}_seconds": self.seconds(key) for key in keys if key in self.values}
+        return {name: seconds for name, seconds in given.items() if seconds is not None}
+
+    def seconds(self, key: str) -> float | None:
+        """The duration of a key that the table has, in seconds; None if it is no duration."""
+        value = self.values[key]
+        seconds = parse_duration(value) if isinstance(value, str) else None
+        if seconds is None:
+            remedy = 'write a number and a unit (ms, s, m, h, d), as in "5m", at most 36500d'
+            self.problem(key, f"not a duration: {value!r}", remedy)
+        return seconds
+
+    def tables(self, key: str) -> list[tuple[Any, str]]:
+        """The tables of an array, each with its path, which has the name of the table, or its number from 1."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list):
+            self.problem(key, "must be an array of tables", f"write [[{key}]]")
+            return []
+        return [(item, f"{self._at(key)}[{_label(item, number)}]") for number, item in enumerate(value, 1)]
+
+
+def _label(item: Any, number: int) -> str:
+    name = (item.get("name") or item.get("column")) if isinstance(item, dict) else None
+    return repr(name) if isinstance(name, str) else str(number)

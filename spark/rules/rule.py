@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Final
-
-from ..common.options import DEFAULT_OUTPUT_MODE
+from typing import Final
 
 
 class FieldType(enum.StrEnum):
@@ -41,15 +38,6 @@ class FindingSeverity(enum.StrEnum):
     CRITICAL = "critical"
     WARNING = "warning"
     INFO = "info"
-
-
-class Messages(enum.StrEnum):
-    """The number of committed messages that a row may have."""
-
-    EXACTLY_ONE = "exactly_one"
-    AT_LEAST_ONE = "at_least_one"
-    """A row may have several messages. The run compares the row with the message that was committed last, and expects
-    effects of every message."""
 
 
 class SourceKind(enum.StrEnum):
@@ -85,8 +73,7 @@ class DatabaseRule:
     """One source. `location` is the connection string, folder or namespace of the source, with environment
     variables resolved.
 
-    For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
-    run assumes that the primary's transactions last at most `longest_transaction_seconds`.
+    On a replica, a run assumes that the transactions of its primary last at most `longest_transaction_seconds`.
     """
 
     name: str
@@ -94,38 +81,27 @@ class DatabaseRule:
     location: str = field(repr=False)
     schema: str = "public"
     watermark: str | None = None
-    primary: DatabaseRule | None = None
     longest_transaction_seconds: float = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """A column that must equal a field of the body. `body` is the dotted path of this field.
+    """A column that must equal a field of the body, whose dotted path is `body`. In older messages it has the
+    paths `former`: the first path at which a body has a value counts.
 
     The two values may differ by at most `tolerance`, which has the unit of the values (seconds for times).
     """
 
     column: str
     body: str
+    former: tuple[str, ...] = ()
     type: FieldType = FieldType.TEXT
     tolerance: str | None = None
 
-
-# A function of `@upcast`: it gets the decoded body of one version, and returns the body of the next version.
-Upcast = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventRule:
-    """The event whose messages a rule judges, as the project declares it.
-
-    `version` is the highest declared version: the run reads the bodies of older versions with `upcasts`. The keys of
-    `upcasts` are names and versions of events. An empty tuple means that bodies of this version need no change.
-    """
-
-    name: str
-    version: int
-    upcasts: Mapping[tuple[str, int], tuple[Upcast, ...]]
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The dotted paths of the field in a body."""
+        return (self.body, *self.former)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +163,6 @@ class Rule:
     when: str | None = None
     tag: str | None = None
     message_when: str | None = None
-    messages: Messages = Messages.EXACTLY_ONE
     severity: FindingSeverity = FindingSeverity.CRITICAL
     grace_seconds: float = 60.0
     late_after_seconds: float | None = None
@@ -203,7 +178,6 @@ class Rule:
     groups: tuple[GroupRule, ...] = ()
     mask: tuple[str, ...] = ()
     """Columns and body fields whose values are shown in no finding."""
-    event: EventRule | None = None
     fail_above: Tolerance | None = None
     """The rule's own tolerance; None means that its findings count towards the tolerance of the file."""
     digest: str = ""
@@ -212,11 +186,6 @@ class Rule:
     def exact_fields(self) -> tuple[FieldRule, ...]:
         """Fields without a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is None)
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether the rule compares a number without a tolerance, so that rounding may decide."""
-        return any(field.type in (FieldType.INTEGER, FieldType.DECIMAL) for field in self.exact_fields)
 
     @property
     def has_conditional_groups(self) -> bool:
@@ -230,11 +199,6 @@ class Rule:
         summed = {place for group in self.groups for _, place in group.sum_effect}
         compared = {place for group in self.groups for _, place in group.compare_effect}
         return tuple(sorted(summed | {place for place in compared if self.fields[place].tolerance is not None}))
-
-    @property
-    def counts_each_message(self) -> bool:
-        """Whether a row may have several messages, each of which owes effects of its own."""
-        return self.messages is Messages.AT_LEAST_ONE
 
     @property
     def longest_wait(self) -> timedelta:
@@ -328,8 +292,6 @@ class Rules:
     broker: str
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
-    output_mode: int = DEFAULT_OUTPUT_MODE
-    """The permissions of output files. Users who may read output files may also enter the output folders."""
     fail_above: Tolerance = Tolerance()
     archive: str | None = None
     """Folder or URI of the archive, which keeps the messages that retention removes from the broker's log."""

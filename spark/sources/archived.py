@@ -137,14 +137,6 @@ def load_manifest(store: Store) -> Manifest | None:
         ) from None
 
 
-def existing_manifest(store: Store) -> Manifest:
-    """The manifest of the archive. Raises UsageProblem if there is no archive, or if `archive.json` is damaged."""
-    manifest = load_manifest(store)
-    if manifest is None:
-        raise UsageProblem(f"there is no archive at {store.path(MANIFEST)}: create it with outbox-reconcile archive.")
-    return manifest
-
-
 def removed_by_topic(
     source: PostgresSource, schema: str, until: str | None
 ) -> list[tuple[str, int, int, datetime | None]]:
@@ -287,12 +279,15 @@ class ArchiveSource(FrameSource):
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """The watermark is the end of the newest pass."""
-        manifest = self._manifest = existing_manifest(self._store)
-        if manifest.until is None or not manifest.state:
+        manifest = self._manifest = load_manifest(self._store)
+        if manifest is None or manifest.until is None:
+            raise UsageProblem(
+                f"there is no archive at {self._store.path(MANIFEST)}: create it with outbox-reconcile archive."
+            )
+        if not manifest.state:
             raise RunIncomplete(
-                f"the archive {self._database.location} does not have the undecided, parked and dead messages of its "
-                f"newest pass, because the pass was killed, or an older release wrote it. Run outbox-reconcile archive "
-                f"again."
+                f"the archive {self._database.location} does not have the undecided, parked and dead messages, because "
+                f"an erasure has removed them. Run outbox-reconcile archive again."
             )
         return SourceBoundary(
             database=self._database.name,

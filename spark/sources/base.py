@@ -82,7 +82,6 @@ class SourceBoundary:
     watermark: datetime | None
     identity: str = ""
     snapshot: str = ""
-    is_replica: bool = False
     notes: list[str] = field(default_factory=list)
 
 

@@ -137,7 +137,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
 def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The messages of the rule's topic (and tag); `detailed` adds columns that only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
-    more = {name: name for name in ("content_type", "body", "headers", *_DETAILS)} | {"owed": owed(rule)}
+    more = {name: name for name in ("content_type", "body", *_DETAILS)} | {"owed": owed(rule)}
     columns = _broker_columns(rule, {**names, **more}, detailed=detailed)
     return _of_topic(rule, "message_v1", columns, time="stored_at", conditions=_message_when(rule))
 
@@ -150,21 +150,6 @@ def owed(rule: Rule) -> str:
         for number, group in enumerate(rule.groups)
     ]
     return f"({' + '.join(bits)})" if bits else "0"
-
-
-def owing(rule: Rule) -> TableSelection:
-    """The committed messages of a rule whose rows may have several messages, each with effects of its own. The columns
-    do not include the body."""
-    columns = [
-        Column("key", "key"),
-        Column("log_id", "log_id", _BIGINT),
-        Column("message_id", "message_id"),
-        Column("at", "stored_at", _TIMESTAMP),
-        Column("deliver_at", "deliver_at", _TIMESTAMP),
-        Column("owed", owed(rule), _BIGINT),
-    ]
-    committed = (("state", "committed"),)
-    return _of_topic(rule, "message_v1", tuple(columns), committed, time="stored_at", conditions=_message_when(rule))
 
 
 def message_ids() -> TableSelection:
@@ -220,17 +205,10 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
     kinds["owed"] = _BIGINT
     names = ["at", "decided_at", "deliver_at", "state", "content_type", "body"]
-    if rule.event is not None:
-        # They name the version of the body.
-        names.append("headers")
     if rule.has_conditional_groups:
         names.append("owed")
     if detailed:
         names += _DETAILS
-    elif rule.counts_each_message:
-        # `evidence.way` needs `decided_by`: if the producer decided the message, the decision came right after the
-        # commit.
-        names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import reduce
@@ -97,7 +96,7 @@ class FrameSource:
         return reduce(DataFrame.unionByName, frames)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        key = _expression(selection.key, self._table(selection)).cast("string")
+        key = _expression(selection.key).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
@@ -108,7 +107,7 @@ class FrameSource:
     def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
-        key = F.coalesce(_expression(selection.key, frame).cast("string"), F.lit(""))
+        key = F.coalesce(_expression(selection.key).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def horizon(self, topic: str) -> datetime | None:
@@ -122,7 +121,7 @@ class FrameSource:
         for name, value in selection.equals:
             frame = frame.where(F.col(name) == F.lit(value))
         if selection.time is not None:
-            time = _moment(_expression(selection.time, frame), selection.time, frame)
+            time = _moment(_expression(selection.time), selection.time, frame)
             frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
             frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
@@ -198,26 +197,11 @@ class FileSource(FrameSource):
 # Spark takes its time for each path that is not there.
 _LOGS: Final = "{_delta_log,metadata/*.metadata.json,.hoodie}"
 MAX_TEXT: Final = 2**31 - 1
-_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def _expression(source: str, frame: DataFrame) -> SparkColumn:
-    """A column or an expression of the rules as a Spark column.
-
-    A dotted name is the column of that name if the table has one, else a field of a struct. If the table has both, the
-    function raises UsageProblem.
-    """
-    if is_column(source):
-        return F.col(source)
-    if _DOTTED.fullmatch(source) is None or source not in frame.columns:
-        return F.expr(source)
-    outer = source.split(".")[0]
-    if outer in frame.columns:
-        raise UsageProblem(
-            f"{source!r} may be the column of that name, or a field of column {outer!r}: write `{source}` in backticks "
-            f"for the column, ({outer}).{source.partition('.')[2]} for the field."
-        )
-    return F.col(f"`{source}`")
+def _expression(source: str) -> SparkColumn:
+    """A column or an expression of the rules as a Spark column."""
+    return F.col(source) if is_column(source) else F.expr(source)
 
 
 def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
@@ -227,7 +211,7 @@ def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColum
 
 
 def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
-    value = _expression(column.expression, frame)
+    value = _expression(column.expression)
     binary = value.cast("binary")
     if is_csv:
         # COPY writes bytea as \\x and hexadecimal digits.

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
@@ -25,9 +23,6 @@ ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
 PAGES_PER_TASK: Final = 8_192
 MAX_TASKS: Final = 256
-# A run waits at most this long until a replica has replayed its primary's WAL up to the position at the run's start.
-REPLAY_SECONDS: Final = 30.0
-_REPLAY_PAUSE_SECONDS: Final = 0.1
 # Queries of PostgreSQL's catalogue, and the PostgreSQL types that a field may have.
 _IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
 _COLUMN_TYPES: Final = """
@@ -74,7 +69,8 @@ class PostgresSource:
         try:
             activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
-            complete = self._completeness(connection, activity, identifier)
+            # Read before the snapshot is taken: so the snapshot has all transactions that had ended at this time.
+            complete_up_to, notes = watermark.of(self._database, activity)
             # The joins of the checksums need this memory.
             for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
@@ -85,49 +81,15 @@ class PostgresSource:
         self._coordinator, self._snapshot = connection, str(exported[0])
         self._blocking = BlockingWatch(self._database.location, self._name, self._database.name)
         if self._database.watermark:
-            complete = replace(complete, watermark=min(complete.watermark, parse_moment(self._database.watermark)))
+            complete_up_to = min(complete_up_to, parse_moment(self._database.watermark))
         return SourceBoundary(
             database=self._database.name,
             taken_at=activity.now,
-            watermark=complete.watermark,
+            watermark=complete_up_to,
             identity=f"{activity.name} {identifier}".strip(),
             snapshot=str(exported[1]),
-            is_replica=activity.is_replica,
-            notes=complete.notes,
+            notes=notes,
         )
-
-    def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """The watermark, which is read before the snapshot is taken. So the snapshot has all transactions that had
-        ended at the time of this read."""
-        if not activity.is_replica:
-            return watermark.of_server(self._database, activity)
-        if self._database.primary is None:
-            return watermark.of_replica(self._database, activity, None)
-        primary = PostgresSource(self._spark, self._database.primary, self._name)
-        theirs, position, identity = primary.activity()
-        watermark.check_primary(self._database, theirs, activity, (identifier, identity))
-        complete = watermark.of_server(self._database.primary, theirs)
-        has_replayed = self._wait_for_replay(connection, position)
-        return watermark.of_replica(self._database, activity, complete if has_replayed else None)
-
-    def activity(self) -> tuple[watermark.Activity, str, str]:
-        """The open transactions, the WAL position, and the id of the server.
-
-        The WAL position is read after the open transactions; it is '' on a replica.
-        """
-        with contextlib.closing(self._connect()) as connection:
-            activity = watermark.Activity(*self._latest(connection, watermark.OLDEST))
-            position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
-        return activity, position, self._system_identifier()
-
-    def _wait_for_replay(self, connection: Any, position: str) -> bool:
-        deadline = time.monotonic() + REPLAY_SECONDS
-        while True:
-            if self._latest(connection, watermark.REPLAYED.format(position=position))[0]:
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_REPLAY_PAUSE_SECONDS)
 
     def _system_identifier(self) -> str:
         with contextlib.closing(self._connect()) as connection:
@@ -189,7 +151,7 @@ class PostgresSource:
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
-            pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
+            pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
 
@@ -293,10 +255,11 @@ class PostgresSource:
         edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
         return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
 
-    def _pages(self, selection: TableSelection, terms: list[str], since: datetime | None) -> list[list[str]]:
+    def _pages(self, selection: TableSelection, since: datetime | None) -> list[list[str]]:
         """For each task its conditions: the tasks divide the pages of the table, and of each of its partitions."""
         [(pages, longest)] = self.query(_PAGES.format(table=sql.text(self.table_of(selection)))) or [(0, 0)]
-        if pages <= PAGES_PER_TASK or (since is not None and self._uses_index(selection, terms)):
+        # An index finds the rows of a window, or PostgreSQL reads them by workers of its own.
+        if pages <= PAGES_PER_TASK or since is not None:
             return [[]]
         count = min(_task_count(pages / PAGES_PER_TASK), longest)
         edges = [longest * number // count for number in range(count)]
@@ -304,29 +267,6 @@ class PostgresSource:
         # The last task reads to the end of the table. Pages that were added after the snapshot have no rows of this
         # snapshot.
         return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
-
-    def _uses_index(self, selection: TableSelection, terms: list[str]) -> bool:
-        """Whether an index finds the rows, or nearly all of them: PostgreSQL reads a small partition without index."""
-        scans = (node["Total Cost"] for node in self._plan(selection, terms) if "Seq Scan" in node["Node Type"])
-        return bool(sum(scans) < PAGES_PER_TASK)
-
-    def _plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
-        """The nodes of PostgreSQL's query plan for the selection."""
-        import adbc_driver_manager
-
-        statement = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
-        with self._coordinator.cursor() as cursor:
-            # By default, the driver reads by COPY, but COPY does not accept EXPLAIN.
-            cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
-            try:
-                cursor.execute(statement)
-                text = cursor.fetchone()[0]
-            except adbc_driver_manager.Error as error:
-                raise adbc.translated(self._database.name, error, "the database") from error
-        nodes = [json.loads(text)[0]["Plan"]]
-        for node in nodes:
-            nodes += node.get("Plans", ())
-        return nodes
 
     def column_types(self, selection: TableSelection) -> dict[str, str]:
         """The PostgreSQL type of each column of the selection's table."""

@@ -71,9 +71,9 @@ def _compared(value: Column, field: FieldRule) -> Column:
     return value
 
 
-def json_path(field: FieldRule) -> str:
-    """The JSON path of the field in a body."""
-    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))
+def json_paths(field: FieldRule, root: str) -> list[str]:
+    """The JSON paths of the field in a body: the first one that a body has counts. `root` is the path of the body."""
+    return [root + "".join(f'["{part}"]' for part in path.split(".")) for path in field.paths]
 
 
 def moment(text: Column) -> Column:
@@ -93,14 +93,6 @@ def date(text: Column) -> Column:
     # The cast of such a text to a date would leave out its time and its offset.
     of_time = F.when(text.rlike(_DAY + _WITH_TIME), text.try_cast("timestamp").cast("date"))
     return F.when(is_usual, text.try_cast("date")).otherwise(of_time)
-
-
-def lost_decimals(value: Column, compared: Column) -> Column:
-    """A hash of a number that has more decimals than its comparable form; 0 for other numbers."""
-    # Few texts are longer, so most numbers are not read a second time.
-    is_long = (F.length(value) > NUMBER.scale + 1) | value.contains("e") | value.contains("E")
-    exact = F.when(is_long, value.try_cast("double"))
-    return F.when(exact != compared.cast("double"), F.xxhash64(exact)).otherwise(F.lit(0).cast("bigint"))
 
 
 def number(text: Column, kind: DecimalType) -> Column:

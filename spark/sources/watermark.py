@@ -1,7 +1,6 @@
 """The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
-For a replica, the run reads the open transactions of its primary. The run uses these open transactions only if the
-replica has replayed all transactions that had ended on the primary at the time of this read
+A replica does not show the open transactions of its primary, so the run assumes how long they last
 (docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from ..common.errors import RunIncomplete, UsageProblem
+from ..common.errors import RunIncomplete
 from ..rules.rule import DatabaseRule
 from . import adbc
 
@@ -38,10 +37,6 @@ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND NOT EXISTS (SELECT FROM pg_locks l
                   WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
-# A run reads the position of the WAL after the query OLDEST. So all transactions that had ended when OLDEST ran have
-# their end in the WAL before this position.
-WRITTEN: Final = "SELECT pg_current_wal_insert_lsn()::text"
-REPLAYED: Final = "SELECT pg_last_wal_replay_lsn() >= '{position}'::pg_lsn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +53,14 @@ class Activity:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Completeness:
-    """A watermark, and notes with the reason why the watermark is not later."""
+def of(database: DatabaseRule, activity: Activity) -> tuple[datetime, list[str]]:
+    """The watermark of a database, and notes with the reason why it is not later.
 
-    watermark: datetime
-    notes: list[str]
-
-
-def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
-    """The watermark of a primary. Raises RunIncomplete if the role cannot see all sessions.
-
-    If the function guessed a watermark, the run would read rows and messages while transactions are still open, and
-    report false findings.
+    Raises RunIncomplete if the role cannot see all sessions. If the function guessed a watermark, the run would read
+    rows and messages while transactions are still open, and report false findings.
     """
+    if activity.is_replica:
+        return _of_replica(database, activity)
     if activity.hidden and not database.watermark:
         raise RunIncomplete(
             f"database {database.name!r}: {activity.hidden} sessions are hidden from this role, so the run cannot "
@@ -94,41 +83,18 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
             f"a transaction has been open since {activity.oldest.isoformat()}: a later run judges the rows from this "
             f"time on"
         )
-    return Completeness(watermark, notes)
+    return watermark, notes
 
 
-def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The watermark of a replica, with its notes. `primary` has the watermark of the primary. `primary` is None if the
-    rules name no primary, or if the replica has not replayed all transactions that had ended on the primary. If
-    `primary` is None and the rules give no watermark, the run assumes that no open transaction of the primary is older
-    than `longest_transaction`.
-    """
-    if primary is not None:
-        return Completeness(primary.watermark, [*primary.notes, "a replica: its primary shows the open transactions"])
+def _of_replica(database: DatabaseRule, activity: Activity) -> tuple[datetime, list[str]]:
+    """Without a watermark in the rules, the run assumes that no open transaction of the primary is older than
+    `longest_transaction`."""
     replayed = activity.replayed or datetime.fromtimestamp(0, UTC)
     if database.watermark:
-        return Completeness(replayed, [f"a replica, replayed up to {replayed.isoformat()}"])
+        return replayed, [f"a replica, replayed up to {replayed.isoformat()}"]
     longest = timedelta(seconds=database.longest_transaction_seconds)
-    reason = (
-        f"write primary = … in [database.{database.name}]"
-        if database.primary is None
-        else f"the replica has not replayed all transactions that had ended on {database.primary.name!r}"
-    )
     note = (
         f"a replica, replayed up to {replayed.isoformat()}: the run does not know which transactions of the primary "
-        f"are open ({reason}), so a later run judges the rows of the last {longest} (longest_transaction)"
+        f"are open, so a later run judges the rows of the last {longest} (longest_transaction)"
     )
-    return Completeness(replayed - longest, [note])
-
-
-def check_primary(database: DatabaseRule, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
-    """Raise UsageProblem if `primary` is not the primary of `replica`. If the identity of one server is unknown (''),
-    the function does not compare the identities."""
-    assert database.primary is not None
-    ours, theirs = identities
-    if primary.is_replica or primary.name != replica.name or (ours and theirs and ours != theirs):
-        what = "is a replica itself" if primary.is_replica else "is another database"
-        raise UsageProblem(
-            f"database {database.name!r} is a replica, but its primary {database.primary.name!r} {what}. Correct "
-            f"primary in [database.{database.name}]."
-        )
+    return replayed - longest, [note]

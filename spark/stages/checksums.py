@@ -16,7 +16,7 @@ from typing import Any
 
 from ..common.errors import ReconcileError
 from ..judging.classify import Window
-from ..rules.rule import FieldRule, FieldType, Messages, Rule, Rules, SourceKind
+from ..rules.rule import FieldRule, FieldType, Rule, Rules, SourceKind
 from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
 from ..sources.databases import Sources
@@ -65,11 +65,18 @@ def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedC
 def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
     if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
         return "the rows and the broker must be in PostgreSQL"
-    if rule.messages is not Messages.EXACTLY_ONE:
-        return "the rule needs messages = 'exactly_one'"
     if rule.message_when:
         return "a checksum cannot apply message_when"
+    if not any((item.column, item.type) == (rule.time, FieldType.TIMESTAMP) for item in rule.fields):
+        return (
+            f"no field of type timestamp is compared with column {rule.time!r}, so a message does not tell its bucket"
+        )
+    for item in rule.fields:
+        if item.tolerance is not None or item.former:
+            return f"field {item.column!r} has a tolerance, or several names in the body"
     for group in rule.groups:
+        if group.compare_effect or group.sum_effect:
+            return f"the effects of {group.name!r} are compared by value"
         if group.owed_when:
             return f"group {group.name!r} owes an effect only for some messages"
         if group.table is None or group.key is None:

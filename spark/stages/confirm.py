@@ -16,8 +16,7 @@ from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete, readable_errors
-from ..judging import classify, detail, evidence
-from ..rules import masking
+from ..judging import classify, detail, evidence, masking
 from ..rules.rule import FindingClass, Rule
 from ..sources import contract
 from ..sources.databases import Sources
@@ -108,7 +107,7 @@ def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
         listed = [row[0] for row in keys.select("key").limit(sides.MAX_KEYS + 1).collect()]
         read = sides.about_keys(prepared, keys, listed, sources)
         seen = Observation(f"seen again {rule.name}")
-        gathered = evidence.gather(read.narrow, rule, window.watermark).join(keys.drop("sought_at"), "key")
+        gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
@@ -155,7 +154,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFra
     shown_row = F.max(F.struct(F.col("at").isNotNull(), shape.alias("row")))
     rows = read.rows.groupBy("key").agg(shown_row["row"].alias("row"))
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
-    found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
+    found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about())
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
     if any(group.compare_effect for group in rule.groups):
         found = found.join(detail.of_effects(read.effects, rule), ["key", "group"], "left")
@@ -194,9 +193,6 @@ def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
         F.min(F.when(F.col("is_damaged"), log_id)).alias("damaged_log_id"),
         F.max_by("log_id", newest).alias("newest_log_id"),
     ]
-    if rule.counts_each_message:
-        by_decision = F.when(is_sent, F.struct(state == "committed", settled, "log_id"))
-        columns.append(F.max_by("log_id", by_decision).alias("decided_log_id"))
     damaged = read.messages.withColumn("is_damaged", evidence.why_unreadable(rule) != "")
     return damaged.groupBy("key").agg(*columns)
 
@@ -212,21 +208,14 @@ def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
     )
 
 
-def _about(rule: Rule) -> Column:
+def _about() -> Column:
     """The log id of the message that a finding shows as its message."""
     group, name = F.col("group"), F.col("class")
-    newest = F.col("newest_log_id")
-    if rule.counts_each_message:
-        newest = F.when(F.col("two_phase") > 0, F.coalesce("decided_log_id", "newest_log_id")).otherwise(newest)
     about = F.when(name == FindingClass.HALF_STUCK, F.col("stuck_log_id"))
     about = about.when(name == FindingClass.DEAD, F.col("dead_log_id"))
     about = about.when((name == FindingClass.UNREADABLE) & F.col("damaged_log_id").isNotNull(), F.col("damaged_log_id"))
     about = about.when((name == FindingClass.LATE) & (group == ""), F.col("first_log_id"))
-    for number, declared in enumerate(rule.groups) if rule.counts_each_message else ():
-        column = f"waiting_log_id_{number}" if declared.key is None else f"overdue_log_id_{number}"
-        is_of_group = (name == FindingClass.UNDELIVERED) & (group == declared.name)
-        about = about.when(is_of_group & F.col(column).isNotNull(), F.col(column))
-    return about.otherwise(newest)
+    return about.otherwise(F.col("newest_log_id"))
 
 
 def _newest(read: sides.KeySides) -> DataFrame:

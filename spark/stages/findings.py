@@ -110,7 +110,9 @@ def _write(
     found = with_remedies(with_acknowledgements(spark, found, in_force))
     # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
     # findings twice.
-    ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
+    ordered = (
+        found.select(*columns_of(FINDINGS_SCHEMA)).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
+    )
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
     counts = counted(written)
@@ -272,11 +274,6 @@ def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Seque
     matched = found.join(known, [*same, of_group], "left").groupBy(*(f"found.{name}" for name in SUBJECT))
     texts = matched.agg(F.max("known.acknowledged").alias("acknowledged"))
     return findings.join(texts, SUBJECT, "left")
-
-
-def in_order(findings: DataFrame) -> DataFrame:
-    """The findings with the columns of the findings file, in the order of the columns in this file."""
-    return findings.select(*columns_of(FINDINGS_SCHEMA))
 
 
 def counted(findings: DataFrame) -> list[FindingCounts]:

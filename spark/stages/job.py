@@ -36,7 +36,7 @@ class Job:
         return cls(
             options=options,
             rules=rules,
-            store=Store(options.output, rules.output_mode),
+            store=Store(options.output),
             name=f"{started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}",
             started=started,
         )

@@ -14,7 +14,6 @@ from ..judging import classify, evidence
 from ..rules.rule import CLASSES, FindingClass, Rule
 from ..sources import contract
 from ..sources.databases import Sources
-from ..sources.values import NUMBER
 from . import sides
 from .checksums import ComparedChecksums
 from .job import Job, check_parts, columns_of, put
@@ -35,19 +34,11 @@ class ScannedRule:
     rows: int
     messages: int
     counts: Counts
-    rounded: int = 0
-    """The number of keys whose row and message are equal only because their numbers were rounded."""
 
     @property
     def notes(self) -> list[str]:
         """The notes of the stages prepare, compare and scan."""
-        notes = [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
-        if self.rounded:
-            notes.append(
-                f"rounding: numbers are compared with {NUMBER.scale} decimals. In {self.rounded} keys, row and message "
-                f"have different numbers that are equal when rounded"
-            )
-        return notes
+        return [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
 
     def saw(self, *classes: FindingClass) -> bool:
         """Whether the first look gave a subject one of these classes."""
@@ -59,6 +50,10 @@ def scan(
 ) -> ScannedRule:
     """Classify every key of the window, except the keys in buckets whose checksums are equal. Raises RunIncomplete."""
     rule, name = prepared.rule, f"suspects/{job.number(prepared.rule)}"
+    is_whole = prepared.window.since is None
+    if is_whole:
+        # A run over an empty table must not first read everything else.
+        _check_not_empty(rule, sources, prepared.window.floor, (False, False))
     if checksums.limits.is_nothing:
         # If there is nothing to read, skip the scan, because Spark needs several seconds to plan a scan, even over
         # empty tables.
@@ -72,7 +67,7 @@ def scan(
         )
     else:
         scanned = _look(spark, prepared, checksums, sources, job.path(name))
-    with readable_errors(f"counting the rows of rule {rule.name!r}"):
+    if not is_whole:
         seen = (checksums.skipped_rows + scanned.rows > 0, checksums.skipped_rows + scanned.messages > 0)
         _check_not_empty(rule, sources, prepared.window.floor, seen)
     return scanned
@@ -82,7 +77,7 @@ def _look(
     spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, sources: Sources, target: str
 ) -> ScannedRule:
     rule, window = prepared.rule, prepared.window
-    gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule, window.watermark)
+    gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
@@ -90,8 +85,6 @@ def _look(
     # counted in the written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
-    if rule.has_numbers:
-        judged.append(F.count_if((F.col("holds") != 0) & evidence.is_equal_by_rounding()).alias("rounded"))
     found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(
         *columns_of(SUSPECT_SCHEMA)
     )
@@ -113,7 +106,6 @@ def _look(
         rows=int(seen["rows"] or 0),
         messages=int(seen["messages"] or 0),
         counts=counts,
-        rounded=int(seen["rounded"] or 0) if rule.has_numbers else 0,
     )
 
 
@@ -132,13 +124,14 @@ def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen:
     if rule.allow_empty or all(seen):
         return
     (has_rows, has_messages), rows = seen, contract.rows(rule)
-    is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
-    if not has_rows and sources[rule.database].is_empty(rows):
-        problem = f"no row of {rule.table!r} satisfies its condition"
-    elif not has_messages and not is_quiet and sources.broker.is_empty(contract.messages(rule)):
-        problem = f"the broker has no message of topic {rule.topic!r}"
-    else:
-        return
+    with readable_errors(f"counting the rows of rule {rule.name!r}"):
+        is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
+        if not has_rows and sources[rule.database].is_empty(rows):
+            problem = f"no row of {rule.table!r} satisfies its condition"
+        elif not has_messages and not is_quiet and sources.broker.is_empty(contract.messages(rule)):
+            problem = f"the broker has no message of topic {rule.topic!r}"
+        else:
+            return
     raise RunIncomplete(
         f"rule {rule.name!r}: {problem}, so there is nothing to compare, and the run gives no result. Check the "
         f"connection and the rule. If the table or the topic may be empty, write allow_empty = true in the rule."

@@ -17,7 +17,6 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ..judging import evidence
-from ..judging.conversion import converted
 from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
@@ -92,7 +91,7 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     start = None if window.since is None else window.since - margin(rule)
     end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
     wanted = _tables(prepared, sources, limits)
-    messages = converted(sources.broker.read(wanted.broker, start, end), rule)
+    messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     if start is not None and not window.is_exact:
         # A key may have an earlier row, judged in an earlier window, and a second row in this window. The run reads the
@@ -100,40 +99,10 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
         # row.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
-    by_message = []
     for source, selections in wanted.by_message:
         ids = sources.broker.read([contract.message_ids()], start, end)
-        effects = source.read(selections, start, end)
-        by_message.append(effects)
-        tables.append(evidence.with_keys(effects, ids, rule, window.floor))
-    narrow = [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
-    if _tells_messages_apart(rule):
-        narrow += _waiting(rule, sources.broker.read([contract.owing(rule)], start, end), messages, by_message)
-    return narrow
-
-
-def _tells_messages_apart(rule: Rule) -> bool:
-    return rule.counts_each_message and any(group.key is None for group in rule.groups)
-
-
-def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
-    """For each group whose effects have message ids, the messages for which the group has no effect."""
-    found = []
-    for number, group in enumerate(rule.groups):
-        if group.key is not None:
-            continue
-        owed = owing.where(F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
-        if group.table is None:
-            done = broker.where(F.col("state") == contract.effect_state(number)).select("log_id")
-            left = owed.join(done, "log_id", "left_anti")
-        else:
-            kind = F.col("kind") == contract.EFFECT_KIND + number
-            done = reduce(DataFrame.unionByName, by_message).where(kind).select(F.col("key").alias("message_id"))
-            left = owed.join(done, "message_id", "left_anti")
-        timed_out = broker.where(F.col("state") == contract.timed_out_state(group)).select("log_id")
-        left = left.join(timed_out, "log_id", "left_anti")
-        found.append(evidence.waiting_side(left, rule, number))
-    return found
+        tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))
+    return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +202,16 @@ def _key_sides(
     message ids of a frame."""
     rule = prepared.rule
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
-    broker = converted(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
+    broker = evidence.read_again(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
     tables = [read(source, selections) for source, selections in wanted.tables]
-    by_message = []
     for source, selections in wanted.by_message:
         ids = _ids(rule, broker)
-        by_message.append(read_by_id(source, selections, ids))
-        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
+        effects = read_by_id(source, selections, ids)
+        tables.append(evidence.with_keys(effects, ids, rule, prepared.window.floor))
     has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
     deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None
-    waiting = []
-    if _tells_messages_apart(rule):
-        waiting = _waiting(rule, read(sources.broker, [contract.owing(rule)]), broker, by_message)
     own = tables[0].persist(StorageLevel.DISK_ONLY)
+    cached = [own, broker]
     is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
     narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
@@ -257,13 +223,13 @@ def _key_sides(
         ours = broker.where(is_of_group).join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~is_of_group).unionByName(ours)
     return KeySides(
-        narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
+        narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow],
         rows=own.where(own["kind"] == contract.ROW_KIND),
         effects=reduce(DataFrame.unionByName, (own, *tables[1:])).where(F.col("kind") != contract.ROW_KIND),
         messages=messages,
         dead_letters=broker.where(broker["state"].startswith("dead ")),
         deliveries=deliveries,
-        cached=[own, broker],
+        cached=cached,
     )
 
 

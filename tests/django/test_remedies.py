@@ -49,7 +49,6 @@ table = "shop_order"
 key = "number"
 time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
 topic = "orders"
-messages = "at_least_one"
 grace = "0s"
 stuck_after = "0s"
 [[rule.group]]
@@ -126,7 +125,8 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
             call_command(*command_in(finding["remedy"], name), stdout=StringIO())
     else:
         out = StringIO()
-        call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", stdout=out)
+        with contextlib.suppress(SystemExit):  # Its exit code says that the plan has steps that it only reports.
+            call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", stdout=out)
         assert out.getvalue().count(": done: ") == 2, out.getvalue()
     assert [item.decision for item in stored() if str(item.message_id) == half] == ["C"]
     for _ in range(3):
@@ -219,7 +219,7 @@ key = "number"
 time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
 """
 AMOUNT = "CASE WHEN id >= 10000 THEN 2 ELSE 1 END"
-WITH_VALUES = RULES.replace('"at_least_one"', '"exactly_one"').replace(
+WITH_VALUES = RULES.replace(
     '[[rule.group]]\nname = "effects"\nwithin = "1h"\n',
     '[[rule.field]]\ncolumn = "1"\nbody = "n"\ntype = "integer"\n[[rule.group]]' + COMPARED,
 )

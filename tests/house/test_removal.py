@@ -36,9 +36,7 @@ def planted(core: Copy) -> Iterator[Mapping[str, str]]:
 
 def test_nothing_uses_a_part_that_can_be_taken_out_without_saying_so() -> None:
     names = {part.name for part in PARTS}
-    # Spark imports the declarations of events only if its rules name modules with them.
-    graph = {module: targets for module, targets in import_graph(MODULES).items() if module != "spark.rules.events"}
-    for used, by in users(graph).items():
+    for used, by in users(import_graph(MODULES)).items():
         if used in names:
             assert by <= {part.name for part in PARTS if part.name not in names or used in said_uses(part)}, used
 

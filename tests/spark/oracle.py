@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from spark.rules.rule import FieldRule, FieldType, GroupRule, Messages, Rule
+from spark.rules.rule import FieldRule, FieldType, GroupRule, Rule
 
 UNTIL = datetime(2025, 6, 1, 12, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
@@ -34,7 +34,7 @@ PRECEDENCE = (
 )
 
 
-def rule(messages: Messages = Messages.EXACTLY_ONE) -> Rule:
+def rule() -> Rule:
     return Rule(
         name="order-paid",
         database="app",
@@ -42,7 +42,6 @@ def rule(messages: Messages = Messages.EXACTLY_ONE) -> Rule:
         key="id",
         time="paid_at",
         topic="order.paid",
-        messages=messages,
         grace_seconds=GRACE.total_seconds(),
         late_after_seconds=LATE_AFTER.total_seconds(),
         stuck_after_seconds=STUCK_AFTER.total_seconds(),
@@ -71,7 +70,6 @@ class Sent:
     stored_at: datetime
     state: str = "committed"
     decided_at: datetime | None = None
-    decided_by: str = "P"
     deliver_at: datetime | None = None
     customer: str | None = "ann"
     total: Decimal = Decimal("12.50")
@@ -117,7 +115,7 @@ def in_window(at: datetime) -> bool:
     return SINCE <= at < UNTIL
 
 
-def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
+def message_flags(history: History) -> set[str]:
     """All classes that hold for the message of a key; empty when it is not judged here."""
     rows = history.rows
     committed = [message for message in history.messages if message.is_committed]
@@ -125,12 +123,12 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
     if rows:
         at = min(row.at for row in rows)
         if at >= UNTIL:
-            if not is_ahead(history, kind):
+            if not is_ahead(history):
                 return {"PENDING"}
-            return _flags_with_row(at, rows, committed, undecided, kind) - {"OK"}
+            return _flags_with_row(at, rows, committed, undecided) - {"OK"}
         if not in_window(at) and not is_touched(history):
             return set()
-        flags = _flags_with_row(at, rows, committed, undecided, kind)
+        flags = _flags_with_row(at, rows, committed, undecided)
         return flags if in_window(at) else flags - {"OK"}
     flags = set()
     if committed:
@@ -138,7 +136,7 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
         if in_window(stored):
             flags |= {"ORPHAN"} if settled < UNTIL else set()
             flags |= {"UNREADABLE"} if any(not m.is_readable for m in committed) else set()
-            flags |= {"DUPLICATE"} if kind is Messages.EXACTLY_ONE and len(live(committed)) > 1 else set()
+            flags |= {"DUPLICATE"} if len(live(committed)) > 1 else set()
         if stored >= SINCE and settled >= UNTIL:
             flags.add("PENDING")
     if undecided:
@@ -151,7 +149,7 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
 
 
 def _flags_with_row(
-    at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent], kind: Messages
+    at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent]
 ) -> set[str]:
     flags = {"OK"}
     if undecided:
@@ -162,30 +160,13 @@ def _flags_with_row(
         return flags if undecided else flags | {"LOST"}
     if any(not m.is_readable for m in committed):
         flags.add("UNREADABLE")
-    elif all(_differs(rows[0], message) for message in may_be_last(committed, kind)):
-        is_final = kind is Messages.EXACTLY_ONE or (max(m.settled_at for m in committed) < UNTIL and not undecided)
-        flags.add("MISMATCH" if is_final else "PENDING")
-    if kind is Messages.EXACTLY_ONE and max(len(live(committed)), len(rows)) > 1:
+    elif _differs(rows[0], (live(committed) or committed)[-1]):
+        flags.add("MISMATCH")
+    if max(len(live(committed)), len(rows)) > 1:
         flags.add("DUPLICATE")
     if min(m.settled_at for m in committed) - at > LATE_AFTER:
         flags.add("LATE")
     return flags
-
-
-def may_be_last(committed: Sequence[Sent], kind: Messages) -> list[Sent]:
-    """The messages that may have been committed last, in the order of the log."""
-    known = live(committed) or committed
-    atomic = [m for m in committed if m.decided_at is None or m.decided_at <= m.stored_at]
-    if kind is Messages.EXACTLY_ONE or len(atomic) == len(committed):
-        return [known[-1]]
-
-    def earliest(message: Sent) -> datetime:
-        is_late = message not in atomic and message.decided_by != "P"
-        return message.stored_at if is_late else message.settled_at
-
-    places = dict(enumerate(known))
-    found = [known[max(places, key=lambda n: (time(places[n]), n))] for time in (lambda m: m.settled_at, earliest)]
-    return [*found, *([known[-1]] if atomic else [])]
 
 
 def live(committed: Sequence[Sent]) -> list[Sent]:
@@ -200,11 +181,11 @@ def is_touched(history: History) -> bool:
     return any(history.dead) or any(at >= SINCE for at in moments)
 
 
-def is_ahead(history: History, kind: Messages) -> bool:
+def is_ahead(history: History) -> bool:
     """Whether the row's time is more than an hour after the watermark, although its message is settled."""
     settled = min((message.settled_at for message in history.messages if message.is_committed), default=UNTIL)
     at = min(row.at for row in history.rows)
-    return kind is Messages.EXACTLY_ONE and settled < UNTIL and at - WATERMARK > timedelta(hours=1)
+    return settled < UNTIL and at - WATERMARK > timedelta(hours=1)
 
 
 def _is_stuck(undecided: Sequence[Sent], oldest: datetime) -> bool:
@@ -219,7 +200,7 @@ def _differs(row: BusinessRow, message: Sent) -> bool:
     return abs(row.weight - message.weight) > Decimal("0.5")
 
 
-def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
+def group_flags(history: History, number: int) -> set[str]:
     """All classes that hold for a key with one consumer group."""
     committed = [message for message in history.messages if message.is_committed]
     undecided = [message for message in history.messages if message.is_undecided]
@@ -233,7 +214,7 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
         )
     at = min(row.at for row in history.rows)
     sent = len(live(committed))
-    is_judged = is_ahead(history, kind) if at >= UNTIL else in_window(at) or is_touched(history)
+    is_judged = is_ahead(history) if at >= UNTIL else in_window(at) or is_touched(history)
     if not committed or not is_judged:
         return set()
     if not sent:
@@ -249,17 +230,8 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
         return flags
     if len(effects) > sent:
         flags.add("DUPLICATE")
-    if kind is Messages.AT_LEAST_ONE and len(effects) < sent:
-        starts = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
-        later = [at for at in starts if at > max(effects)]
-        overdue = sum(WATERMARK - at > WITHIN for at in starts)
-        is_lost = len(effects) > 1 and len(effects) < overdue
-        if is_lost or any(WATERMARK - at > WITHIN for at in later):
-            flags.add("UNDELIVERED")
-        elif later or len(effects) > 1:
-            flags.add("PENDING")
     is_before_all = sent == 1 or min(m.stored_at for m in committed) - min(effects) > GRACE
-    if kind is Messages.EXACTLY_ONE and max(at, min(dues)) - min(effects) > GRACE and is_before_all:
+    if max(at, min(dues)) - min(effects) > GRACE and is_before_all:
         flags.add("EARLY")
     if min(effects) - due > WITHIN:
         flags.add("LATE")
@@ -271,12 +243,12 @@ def first(flags: set[str]) -> str | None:
     return next((name for name in PRECEDENCE if name in flags), None)
 
 
-def expected(history: History, kind: Messages = Messages.EXACTLY_ONE) -> Iterator[tuple[str, str]]:
+def expected(history: History) -> Iterator[tuple[str, str]]:
     """(subject, class) of everything about a key that is not OK."""
-    found = first(message_flags(history, kind))
+    found = first(message_flags(history))
     if found not in (None, "OK"):
         yield "", str(found)
     for number, name in enumerate(GROUPS):
-        found = first(group_flags(history, number, kind))
+        found = first(group_flags(history, number))
         if found not in (None, "OK"):
             yield name, str(found)

@@ -69,13 +69,13 @@ def test_a_role_that_may_not_see_other_sessions_is_told_so(
 def test_what_holds_the_watermark_back() -> None:
     database, at = DatabaseRule(name="app", kind=SourceKind.POSTGRES, location=""), now()
     free = watermark.Activity(at, None, 0, 0, None, False, None, "shop")
-    assert watermark.of_server(database, free) == watermark.Completeness(at, [])
-    prepared = watermark.of_server(database, replace(free, prepared=at - HOUR))
-    assert prepared.watermark == at - HOUR - watermark.PREPARED_MARGIN
-    assert "its start (which is not known" in prepared.notes[0]
-    subscriber = watermark.of_server(database, replace(free, oldest=at - HOUR, appliers=1))
-    assert subscriber.watermark == at - HOUR
-    assert "logical replication" in subscriber.notes[0]
+    assert watermark.of(database, free) == (at, [])
+    complete, [note] = watermark.of(database, replace(free, prepared=at - HOUR))
+    assert complete == at - HOUR - watermark.PREPARED_MARGIN
+    assert "its start (which is not known" in note
+    complete, [note, *_] = watermark.of(database, replace(free, oldest=at - HOUR, appliers=1))
+    assert complete == at - HOUR
+    assert "logical replication" in note
 
 
 @pytest.mark.soak

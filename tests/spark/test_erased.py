@@ -73,7 +73,6 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     assert work.erase(SECRET) == 3
     assert files_with(MARK, tmp_path / "archive") == []
     assert files_with("application/vnd.outbox.erased", tmp_path / "archive").count("erased:x") == 1
-    assert work.verify() == [], "count and checksum are those of the new files"
     assert work.erase(SECRET) == 0
 
     result = reconcile.run(full=True)

@@ -43,11 +43,9 @@ def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: Wo
         reconcile.run(rules=path)
 
 
-def folders(
-    reconcile: Reconciler, orders: str, folder: Path, *, old: str = "", new: str = ""
-) -> Callable[[], dict[str, Any]]:
+def folders(reconcile: Reconciler, orders: str, folder: Path) -> Callable[[], dict[str, Any]]:
     """Runs over `folder`, which holds the orders as `orders` (csv, parquet) and the messages as Parquet."""
-    text = RULES.format(extra="", groups="").replace(old, new)
+    text = RULES.format(extra="", groups="")
     until = (START + timedelta(hours=3)).isoformat()
     for name, kind in (("APP", orders), ("BROKER", "parquet")):
         text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "{kind}"\npath = "{folder}"\nwatermark = "{until}"')
@@ -95,20 +93,4 @@ def test_parquet_with_nanoseconds_is_refused(reconcile: Reconciler, world: World
         run()
     pq.write_table(orders_table(world, "us"), folder / "part-1.parquet")
     with pytest.raises((RunIncomplete, UsageProblem)):
-        run()
-
-
-@pytest.mark.slow
-def test_parquet_with_a_dotted_column_name(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    world.add(Order(number=1), Order(number=2))
-    world.app.execute("UPDATE orders_order SET total = 1 WHERE id = 2")
-    orders = orders_table(world, "us").rename_columns(["id", "customer", "price.total", "paid_at"])
-    pq.write_table(orders, tmp_path / "orders_order.parquet")
-    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
-    run = folders(reconcile, "parquet", tmp_path, old='column = "total"', new='column = "price.total"\nbody = "total"')
-    assert reconcile.findings(run()) == [("2", "", "MISMATCH")]
-
-    struct = pa.array([{"total": 12.5}, {"total": 1.0}])
-    pq.write_table(orders.append_column("price", struct), tmp_path / "orders_order.parquet")
-    with pytest.raises(UsageProblem, match=r"'price\.total' may be the column of that name, or a field of column"):
         run()

@@ -20,7 +20,9 @@ from spark.common.progress import Progress
 from spark.rules import file as rules_file
 from spark.sources import adbc
 from spark.sources.adbc import PostgresReader
-from spark.sources.base import Column, TableSelection
+from spark.sources.base import Column, TableSelection, released
+from spark.sources.databases import Sources
+from spark.sources.postgres import PostgresSource
 from tests.spark.conftest import Reconciler
 from tests.spark.test_archive import archived_rules
 from tests.spark.world import Order, World
@@ -98,19 +100,19 @@ def test_an_archive_gives_way_to_a_migration(reconcile: Reconciler, world: World
 
 def test_a_short_wait_for_a_lock_does_not_end_a_run(reconcile: Reconciler, world: World) -> None:
     """Retention of the ledger and upgrades of the broker wait for less than a second, and try again."""
-    world.add(Order(number=1))
-
-    class Trying(Progress):
-        def say(self, text: str) -> None:
-            if text.startswith("stage scan") and "…" not in text:
-                with psycopg.connect(world.app_url, autocommit=True) as connection:
-                    connection.execute("SET lock_timeout = '200ms'")
-                    for _ in range(10):
-                        with pytest.raises(psycopg.errors.LockNotAvailable):
-                            connection.execute("ALTER TABLE orders_order ADD COLUMN note text")
-
-    options = RunOptions(rules=reconcile.rules(groups=()), output=str(reconcile.folder / "out"))
-    assert pipeline.run(reconcile.spark, options, Trying(io.StringIO()))["status"] == "clean"
+    sources = Sources(reconcile.spark, rules_file.load(reconcile.rules(groups=())))
+    with released(sources.all):
+        sources.open_all()
+        source = sources["app"]
+        assert isinstance(source, PostgresSource)
+        source.query("SELECT 1 FROM orders_order")
+        with psycopg.connect(world.app_url, autocommit=True) as connection:
+            connection.execute("SET lock_timeout = '200ms'")
+            for _ in range(10):
+                with pytest.raises(psycopg.errors.LockNotAvailable):
+                    connection.execute("ALTER TABLE orders_order ADD COLUMN note text")
+        assert source.gave_way() is None
+        assert source.query("SELECT 1") == [(1,)]
 
 
 def test_a_run_that_waits_for_a_lock_ends(reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

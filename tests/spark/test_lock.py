@@ -27,7 +27,9 @@ HOLDER = """
 import sys
 from spark.common import lock
 from spark.common.store import Store
-with lock.hold(Store(sys.argv[1])):
+store = Store(sys.argv[1])
+store.check_writable()
+with lock.hold(store):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -39,6 +41,7 @@ from spark.common import lock
 from spark.common.errors import RunIncomplete
 from spark.common.store import Store
 store, marks, held = Store(sys.argv[1]), Path(sys.argv[3]), 0
+store.check_writable()
 for _ in range(int(sys.argv[2])):
     try:
         with lock.hold(store):
@@ -105,18 +108,18 @@ def test_of_processes_that_start_at_once_only_one_holds_the_lock(location: str, 
     assert sum(map(int, said)) > 0
 
 
+def _no_process(holder: dict[str, object]) -> None:
+    holder["pid"] = 2**22 + 1
+
+
 def _other_kernel(holder: dict[str, object]) -> None:
     holder["kernel"] = "another machine"
 
 
-def _other_start(holder: dict[str, object]) -> None:
-    holder["began"] = "1"
-
-
 @pytest.mark.parametrize(
     ("change", "ended"),
-    [(lambda holder: None, False), (_other_start, True), (_other_kernel, False)],
-    ids=["runs", "its process id is used again", "of another machine"],
+    [(lambda holder: None, False), (_no_process, True), (_other_kernel, False)],
+    ids=["runs", "no process has its id", "of another machine"],
 )
 def test_a_process_has_ended_only_if_this_machine_proves_it(
     change: Callable[[dict[str, object]], None], ended: bool

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.safe_text import shown_difference, visible
 from spark.judging import evidence
-from spark.judging.json_text import read
+from spark.judging.json_text import values_at
 from spark.rules.rule import FieldRule, FieldType, Rule
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_csv, export_parquet
@@ -42,7 +41,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_body_that_is_not_json_is_told_from_one_that_spark_cannot_parse(body: str) -> None:
-    assert read(body, [("a",)], is_object=True)[0] == BODIES[body]
+    assert values_at(body, [[("a",)]], is_object=True)[0] == BODIES[body]
 
 
 def test_what_is_json_is_what_python_takes_for_it() -> None:
@@ -60,7 +59,7 @@ def test_what_is_json_is_what_python_takes_for_it() -> None:
             is_json = True
         except ValueError:
             is_json = False
-        assert (read(text, [], is_object=False)[0] == "") is is_json, (seed, text)
+        assert (values_at(text, [], is_object=False)[0] == "") is is_json, (seed, text)
 
 
 def _of_python(value: Any, path: tuple[str, ...]) -> str | None:
@@ -87,7 +86,7 @@ def test_values_are_those_that_python_reads() -> None:
     paths = [("a",), ("b",), ("a", "b"), ("b", "a", "a")]
     for _ in range(5_000):
         text = f'{{"a": {value(3)}, "b": {value(3)}}}'
-        problem, texts = read(text, paths, is_object=True)
+        problem, texts = values_at(text, [[path] for path in paths], is_object=True)
         document = json.loads(text)
         for path, found in zip(paths, texts, strict=True):
             expected = _of_python(document, path)
@@ -181,15 +180,16 @@ VALUES = {
 
 
 def test_casts_do_not_make_up_what_a_value_does_not_say(spark_session: SparkSession) -> None:
-    for kind, values in VALUES.items():
-        rule = Rule(
-            name="r", database="d", table="t", key="id", time="at", topic="x",
-            fields=(FieldRule(column="v", body="v", type=kind),),
-        )  # fmt: skip
-        rows = [(value, json.dumps({"v": value})) for value in values]
-        frame = spark_session.createDataFrame(rows, "value string, body string")
-        found = frame.select("value", F.col("body"), *evidence.body_values(rule)).collect()
-        assert {row["value"]: row["v0"] is not None for row in found} == values
+    kinds = list(VALUES)
+    rule = Rule(
+        name="r", database="d", table="t", key="id", time="at", topic="x",
+        fields=tuple(FieldRule(column=kind.value, body=kind.value, type=kind) for kind in kinds),
+    )  # fmt: skip
+    rows = [(n, value, json.dumps({kind.value: value})) for n, kind in enumerate(kinds) for value in VALUES[kind]]
+    frame = spark_session.createDataFrame(rows, "place int, value string, body string")
+    found = evidence.read_again(frame, rule).select("place", "value", *evidence.body_values(rule)).collect()
+    read = {(row["place"], row["value"]): row[f"v{row['place']}"] is not None for row in found}
+    assert read == {(n, value): VALUES[kinds[n]][value] for n, value, _ in rows}
 
 
 @pytest.mark.slow

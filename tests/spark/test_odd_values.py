@@ -51,9 +51,6 @@ def test_values_that_are_rare_are_compared_or_named(reconcile: Reconciler, world
         text=RULES.format(extra="", groups="").replace('when = "paid_at IS NOT NULL"', "when = \"status = 'paid'\"")
     )
     result = reconcile.run()
-    rounding = "In 1 keys, row and message have different numbers that are equal when rounded"
-    assert any(rounding in note for note in result["rules"][0]["notes"])
-    assert rounding in (reconcile.folder / reconcile.output / "report.html").read_text()
     rows = {row["key"]: row for row in reconcile.rows(result)}
     assert {key: row["class"] for key, row in rows.items()} == {
         "2": "MISMATCH", "3": "UNREADABLE", "5": "ORPHAN", "6": "MISMATCH", **dict.fromkeys(map(str, LOST), "LOST"),
@@ -84,7 +81,7 @@ def test_a_number_that_is_not_finite_is_equal_to_itself_alone(spark_session: Spa
         "f0 string, theirs string, body string, content_type string, state string",
     )
     ours, theirs = evidence.row_values(rule)[0].alias("ours"), evidence.body_values(rule)[0].alias("body")
-    found = frame.select(ours, theirs, evidence.why_row_unreadable(rule)).collect()
+    found = evidence.read_again(frame, rule).select(ours, theirs, evidence.why_row_unreadable(rule)).collect()
     assert [row["ours"] for row in found] == [row["body"] for row in found]
     assert len({row["ours"] for row in found}) == len(rows)
     assert [row["why"] for row in found] == [

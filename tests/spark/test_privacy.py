@@ -9,41 +9,21 @@ from pathlib import Path
 import pytest
 
 from spark.common.errors import RulesInvalid
+from spark.common.store import Store
+from spark.judging import masking
 from spark.rules import file as rules_file
-from spark.rules import masking
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
 SECRET = "ann@example.org"
 
 
-def permissions(folder: Path) -> tuple[set[str], set[str]]:
-    """Those of all folders below and with `folder`, and those of all files."""
-    found: tuple[set[str], set[str]] = (set(), set())
-    for path in (folder, *folder.rglob("*")):
-        found[path.is_file()].add(oct(stat.S_IMODE(path.stat().st_mode)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_output_is_for_its_owner_or_for_whom_the_rules_say(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    world.add(Order(number=1))
-    world.pay(Order(number=2))
-    text = RULES.format(extra="", groups="")
-    reconcile.run(rules=reconcile.rules(text=text))
-    assert permissions(tmp_path / "out") == ({"0o700"}, {"0o600"})
-
-    reconcile.output = "shared"
-    reconcile.run(rules=reconcile.rules(text=text + '[output]\nmode = "0640"\n'))
-    assert permissions(tmp_path / "shared") == ({"0o750"}, {"0o640"})
-
-
-def test_permissions_that_make_no_sense(tmp_path: Path) -> None:
-    for mode in ("0400", "rw", "0755"):
-        text = RULES.format(extra="", groups="") + f'[output]\nmode = "{mode}"\n'
-        with pytest.raises(RulesInvalid, match=r"output\.mode: must let the owner read and write"):
-            rules_file.parse(text, environment={"RECONCILE_APP": "", "RECONCILE_BROKER": ""})
+def test_a_new_output_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """An existing one keeps its permissions, which somebody has chosen."""
+    (tmp_path / "known").mkdir(mode=0o750)
+    for name, mode in (("new", 0o700), ("known", 0o750)):
+        Store(str(tmp_path / name)).check_writable()
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
 
 
 @pytest.mark.slow
@@ -78,16 +58,16 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
     assert not [value for value in shown if "example.org" in value], "Parquet compresses what it holds"
 
 
-def test_what_is_not_masked_stays_as_it_was_written() -> None:
+def test_values_are_masked_at_any_depth() -> None:
     names = ["email", "buyer.name"]
     hidden = f'"{masking.HIDDEN}"'
     expected = {
-        '{"email": "a", "total": 12.50,  "x": 1, "x": 2}': '{"email": H, "total": 12.50,  "x": 1, "x": 2}',
-        '{"list": [{"email": {"a": [1]}}, "email"], "b": {}}': '{"list": [{"email": H}, "email"], "b": {}}',
-        '{"buyer": {"name": "x"}, "name": "y"}': '{"buyer": {"name": H}, "name": "y"}',
-        ' {"em\\u0061il" : null , "e": []} ': ' {"em\\u0061il" : H , "e": []} ',
-        "[[], 1, true]": "[[], 1, true]",
-        "12.50": "12.50",
+        '{"email": "a", "total": 12.50,  "x": 1, "x": 2}': '{"email":H,"total":12.5,"x":2}',
+        '{"list": [{"email": {"a": [1]}}, "email"], "b": {}}': '{"list":[{"email":H},"email"],"b":{}}',
+        '{"buyer": {"name": "x"}, "name": "y"}': '{"buyer":{"name":H},"name":"y"}',
+        ' {"em\\u0061il" : null , "e": []} ': '{"email":H,"e":[]}',
+        "[[], 1, true]": "[[],1,true]",
+        "12.50": "12.5",
     }
     for text, shown in expected.items():
         assert masking.masked(text, names) == shown.replace("H", hidden)

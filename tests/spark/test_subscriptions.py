@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 
-import psycopg
 import pytest
 
-from outbox.filters.filter import parse_filter
-from spark.stages.subscriptions import filter_sql
+from spark.common.errors import UsageProblem
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World, group_rules
-
-HEADERS = [
-    {},
-    {"region": "eu"},
-    {"region": "it's"},
-    {"amount": "10"},
-    {"amount": "9.5", "region": "uk"},
-    {"amount": "x"},
-]
-FILTERS = [
-    "vip",
-    "vip || gold",
-    "sql: region = 'eu'",
-    "sql: region = 'it''s' OR region IN ('uk', 'eu')",
-    "sql: amount BETWEEN 9 AND 10.5 AND NOT (region LIKE 'e%' OR region IS NOT NULL)",
-    "sql: amount NOT IN (9.5, 11)",
-    "sql: amount > 9.5",
-    "sql: TAGS = 'vip' AND amount IS NULL",
-    "sql: \"region\" <> 'eu'",
-    "sql: region != origin OR region NOT LIKE 'u!_%' ESCAPE '!'",
-]
-
-
-@pytest.mark.parametrize("text", FILTERS)
-def test_a_filter_as_sql_lets_pass_what_the_broker_lets_pass(server_url: str, text: str) -> None:
-    wanted = parse_filter(text)
-    with psycopg.connect(server_url) as connection:
-        for headers in HEADERS:
-            for tag in ("", "vip", "gold"):
-                shown = "SELECT %s::text AS tag, %s::text AS headers"
-                statement = f"SELECT {filter_sql(text, 'g').replace('%', '%%')} FROM ({shown}) message"
-                row = connection.execute(statement, [tag, json.dumps(headers)]).fetchone()
-                assert row == (wanted.evaluate(tag, headers),), (tag, headers)
 
 
 @pytest.mark.slow
@@ -76,3 +40,9 @@ def test_a_group_owes_what_its_subscription_lets_pass(reconcile: Reconciler, wor
     }
     note = "group points owes an effect for each message that its subscription selects ('vip || gold')"
     assert note in result["rules"][0]["notes"]
+
+    world.broker.execute(
+        "UPDATE subscription SET filter = 'sql: region = ''eu''' WHERE group_id = %s", [world.groups["points"]]
+    )
+    with pytest.raises(UsageProblem, match=r"group 'points' subscribes with the filter .*: write owed_when"):
+        reconcile.run()

@@ -16,7 +16,7 @@ import pytest
 from outbox.broker import embedded
 from spark.common.errors import UsageProblem
 from spark.rules.rule import DatabaseRule, SourceKind
-from spark.sources import adbc, postgres
+from spark.sources import adbc
 from spark.sources.base import Column, SourceBoundary, TableSelection
 from spark.sources.postgres import PostgresSource
 from tests import pooler
@@ -27,10 +27,9 @@ SELECTION = TableSelection(table="orders", columns=(Column("key", "id"),), key="
 
 
 @contextmanager
-def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSource, SourceBoundary]]:
+def opened(url: str) -> Iterator[tuple[PostgresSource, SourceBoundary]]:
     """A source with its snapshot; nothing here reads through Spark."""
-    above = None if primary is None else DatabaseRule(name="app_primary", kind=SourceKind.POSTGRES, location=primary)
-    database = DatabaseRule(name="app", kind=SourceKind.POSTGRES, location=url, primary=above)
+    database = DatabaseRule(name="app", kind=SourceKind.POSTGRES, location=url)
     source = PostgresSource(cast(Any, None), database, "outbox-reconcile x")
     try:
         yield source, source.open([])
@@ -38,8 +37,8 @@ def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSourc
         source.close()
 
 
-def watermark(url: str, primary: str | None = None) -> datetime:
-    with opened(url, primary) as (_, reading):
+def watermark(url: str) -> datetime:
+    with opened(url) as (_, reading):
         assert reading.watermark is not None
         return reading.watermark
 
@@ -142,43 +141,6 @@ def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(bo
         at = began(slow)
         other.execute("INSERT INTO orders VALUES (1)")
         eventually(lambda: caught_up(standby, at), what="the replica")
-        assert watermark(standby, primary) <= at
         with opened(standby) as (_, reading):
             assert reading.watermark is not None and reading.watermark <= at - timedelta(minutes=59)
-            assert "write primary = …" in reading.notes[0], "it is said why rows are judged later"
-        slow.execute("INSERT INTO orders VALUES (2)")
-        slow.commit()
-        with opened(standby, primary) as (source, reading):
-            assert reading.watermark is not None and reading.watermark > at
-            assert source.query("SELECT count(*) FROM orders") == [(2,)], "all below the watermark is in the snapshot"
-
-
-@pytest.mark.slow
-def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replica lacks transactions that ended on the primary, so the primary's open transactions prove nothing."""
-    primary, standby = both
-    monkeypatch.setattr(postgres, "REPLAY_SECONDS", 0.0)
-    with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(standby, autocommit=True) as paused:
-        at = began(other)
-        other.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
-        eventually(lambda: caught_up(standby, at), what="the replica")
-        paused.execute("SELECT pg_wal_replay_pause()")
-        state = "SELECT pg_get_wal_replay_pause_state() = 'paused'"
-        eventually(lambda: paused.execute(state).fetchone() == (True,), what="the pause")
-        row_at = began(other)
-        other.execute("INSERT INTO orders VALUES (1)")
-        with opened(standby, primary) as (_, reading):
-            assert reading.watermark is not None and reading.watermark <= row_at - timedelta(minutes=59)
-            assert "the replica has not replayed all" in reading.notes[0]
-        paused.execute("SELECT pg_wal_replay_resume()")
-        monkeypatch.setattr(postgres, "REPLAY_SECONDS", 60.0)
-        assert watermark(standby, primary) > row_at
-
-
-@pytest.mark.slow
-def test_a_primary_that_is_none(both: tuple[str, str], new_database: Callable[..., str]) -> None:
-    _, standby = both
-    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is a replica itself"), opened(standby, standby):
-        pass
-    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is another database"):
-        watermark(standby, new_database())
+            assert "longest_transaction" in reading.notes[0], "it is said why rows are judged later"

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from outbox.errors import UsageError
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class RepairAction(enum.StrEnum):
@@ -39,10 +39,7 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSource:
-    """Where a rule finds its rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
-
-    `messages` says how many messages a row must have: exactly_one or at_least_one.
-    """
+    """Where a rule finds its rows and messages. `table`, `key`, `when` and `message_when` are SQL texts."""
 
     database: str
     table: str
@@ -51,7 +48,6 @@ class RuleSource:
     topic: str
     tag: str | None
     message_when: str | None
-    messages: str
     effects: tuple[Effects, ...]
 
 
