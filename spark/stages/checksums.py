@@ -21,7 +21,7 @@ from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
 from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
-from .prepare import PreparedRule
+from .prepare import PreparedRule, margin
 from .sides import ReadLimits
 
 
@@ -153,9 +153,14 @@ class _Checksums:
         topic = self._topic()
         known = ["key", "state", "content_type", "decided_at", "stored_at", "deliver_at"]
         # CASE parses the bodies of the rule's topic only, because the bodies of other topics may have other formats.
+        terms = [topic, "state <> 'rolled_back'"]
+        if self._window.since is not None:
+            # As in the scan of an incremental run: a message is hardly older than its row's time. If it is, its bucket
+            # differs, and the run reads this bucket.
+            terms.append(f"stored_at >= {sql.moment(self._window.since - margin(rule))}")
         parsed = sql.step(
             [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
-            f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
+            f"{self._broker.table_of(selection)}{sql.where(terms)}",
         )
         fields = {f"f{number}": values.body_value(item) for number, item in enumerate(rule.fields)}
         fields |= {

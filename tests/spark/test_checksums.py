@@ -240,6 +240,26 @@ def test_a_second_effect_of_an_old_row_makes_its_bucket_differ(world: World, tmp
         assert (outcome.note, outcome.limits.is_nothing) == (note, not is_planted)
 
 
+def test_messages_of_before_the_window_are_not_parsed(world: World, tmp_path: Path, urls: None) -> None:
+    """The checksums of an incremental run cost as much as its window, not as much as the log. The old message has a
+    body that no database parses."""
+    rules = rules_file.load(write_rules(tmp_path, groups=(), extra='bucket = "1h"'))
+    world.add_many(5)
+    world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
+    world.add(Order(number=9, at=START + 26 * HOUR))
+    window = classify.Window(START + 24 * HOUR, START + 48 * HOUR, START + 48 * HOUR)
+    for since, note in (
+        (window.since, "checksum: 1 of 1 buckets are equal, 1 rows were not read"),
+        (None, "checksum: not used, because the database could not compute it"),
+    ):
+        prepared = replace(whole(rules.rules[0]), window=replace(window, since=since))
+        sources = Sources(unused_session(), rules)
+        sources.open_all()
+        outcome = checksums.compare(prepared, rules, sources)
+        sources.close_all()
+        assert outcome.note.startswith(note)
+
+
 def unused_session() -> SparkSession:
     """A session that fails when it is used."""
 
