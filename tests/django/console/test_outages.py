@@ -143,6 +143,20 @@ def test_the_end_of_an_outage_is_an_incident_of_its_last_process(world: World, o
     assert text.count("mail on orders") == 1
 
 
+def test_an_outage_that_continues_extends_its_incident(world: World, operator: Client) -> None:
+    place = failing(world)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    [before] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
+    members.report_outage(world.run, *place, "OperationalError: away", seconds_ago=600)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    [after] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
+    assert after[0] == before[0] and after[2] > before[2]
+    assert "OperationalError: away" in page(operator, "incidents/?kind=outage")
+    members.report_outage(world.run, *place, _LOCK)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    assert world.sql("SELECT count(*) FROM outbox.incident") == [(2,)], "another outage"
+
+
 def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(
     world: World, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
