@@ -199,7 +199,7 @@ def retry_storm(world: World) -> None:
     summary.refresh(world.run)
 
 
-@fault("warning", storms=("away", "deaths"), seconds=120)
+@fault("warning")
 def failing_messages(world: World) -> None:
     """A constraint refuses some messages, attempt after attempt."""
 
