@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import psycopg
+from django.db import IntegrityError
 
-from outbox import Delivery
+from outbox import Delivery, RetryPolicy
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -196,6 +197,20 @@ def retry_storm(world: World) -> None:
     world.publish(120)
     consumer_runtime(groups=["effects"]).run_once()
     summary.refresh(world.run)
+
+
+@fault("warning")
+def failing_messages(world: World) -> None:
+    """A constraint refuses some messages, attempt after attempt."""
+
+    @subscriber("orders", group="effects", retry=RetryPolicy(delays_seconds=[0.0, 3600.0]))
+    def effect(delivery: Delivery) -> None:
+        raise IntegrityError('new row violates check constraint "has_address"')
+
+    world.publish(3)
+    for _ in range(2):
+        consumer_runtime(groups=["effects"]).run_once()
+        sequence()
 
 
 @fault("critical")

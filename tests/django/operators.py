@@ -95,8 +95,8 @@ def blocked(world: World, group: str, *, error: str = "ValueError: no") -> UUID:
     return bad
 
 
-def retried(world: World, group: str, key: str, error: str) -> None:
-    """Let a message wait for a group's second attempt."""
+def retried(world: World, group: str, key: str, error: str, *, failures: int = 1) -> None:
+    """Let a message wait for another attempt of a group, after so many failed ones."""
     [(group_id, log_id, topic_id)] = world.sql(
         "SELECT group_id, log_id, topic_id FROM outbox.consumer_group, outbox.commit_log"
         " WHERE consumer_group.name = %s AND key = %s",
@@ -104,13 +104,15 @@ def retried(world: World, group: str, key: str, error: str) -> None:
     )  # fmt: skip
     ensure_retry_queue(world.run, group_id, topic_id)
     world.sql(
-        "INSERT INTO outbox.failure (group_id, log_id, attempt, error) VALUES (%s, %s, 0, %s)", group_id, log_id, error
-    )
+        "INSERT INTO outbox.failure (group_id, log_id, attempt, error)"
+        " SELECT %s, %s, number, %s FROM generate_series(0, %s) number",
+        group_id, log_id, error, failures - 1,
+    )  # fmt: skip
     world.sql(
         "INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt)"
-        " SELECT %s, now() + interval '1 hour', queue_id, 1 FROM outbox.queue JOIN outbox.topic USING (topic_id)"
+        " SELECT %s, now() + interval '1 hour', queue_id, %s FROM outbox.queue JOIN outbox.topic USING (topic_id)"
         " WHERE retry_of = %s AND number = %s",
-        log_id, group_id, topic_id,
+        log_id, failures, group_id, topic_id,
     )  # fmt: skip
 
 

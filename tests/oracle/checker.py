@@ -295,7 +295,12 @@ def conditions(line: Line) -> list[Line]:
 def untrue(history: History) -> Found:
     """The status names no condition that is not so."""
     starting = min((line["at"] for line in history.of("try")), default=0) + 30
-    poison = [line["at"] for line in history.of("fail") if line["group"] == "audit"]
+    failed = history.of("fail")
+    # The handlers of the shop fail by themselves, and explain these without a fault.
+    causes = {
+        "dead_letters": [one["at"] for one in failed if one["group"] == "audit"],
+        "failing_messages": [one["at"] for one in failed],
+    }
     for line in history.of("status"):
         if "unreadable" in line["answer"]:
             yield f"the status gave no JSON, exit code {line['code']}: {line['answer']['errors'][-600:]}"
@@ -304,8 +309,8 @@ def untrue(history: History) -> Found:
             name = one["name"]
             # What the status could not read, it names as unknown.
             kinds, within = EXPLAINED.get("unreachable" if one.get("is_unknown") else name, (set(), 0.0))
-            if name == "dead_letters":
-                explained = any(at <= line["at"] for at in poison)
+            if name in causes:
+                explained = any(at <= line["at"] for at in causes[name])
             else:
                 explained = history.struck(line["at"], kinds, within + line["at"] - line["began"]) or (
                     bool(kinds) and line["at"] < starting

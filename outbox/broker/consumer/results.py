@@ -59,6 +59,17 @@ logger = logging.getLogger(__name__)
 # pauses, its failed messages stay in this process, and these failures do not count as attempts. After the pause, the
 # subscription runs one call at a time to test whether the outage is over. The first successful call ends the outage.
 #
+# Messages may also fail for a reason of their own: a trigger refuses a third of all orders. If the subscription then
+# paused, the healthy messages would wait for nothing. So while its calls succeed, a failed call is weak evidence:
+#
+# - It is no sign of an outage if all its messages have failed before, or if it has several messages. A retried message
+#   is a biased witness: it has failed before, and the retries of messages that fail alike come together, while a
+#   success of another message says that the service works. A batch fails if one of its messages does.
+# - If a success has ended a shorter series of the same error, three in a row may be chance: if a third of the messages
+#   fail, such a series begins about once in forty messages. Then twenty in a row are an outage.
+#
+# If no call has succeeded for a minute, or since the process began, every failed call is a sign, and three are enough.
+#
 # A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
 # delays of one message together. After this longest time, failures count as attempts again, so each message finally
 # succeeds or is given up. An error whose text contains the message id is never the same as another one, so it
@@ -66,6 +77,12 @@ logger = logging.getLogger(__name__)
 
 
 _IN_A_ROW: Final = 3
+# If every second message fails, such a series begins once in two million messages.
+_IN_A_ROW_BY_CHANCE: Final = 20
+# For this time (seconds), a success says that the service works, and an outage with the same error continues the last.
+_RECENT_SECONDS: Final = 60.0
+# The errors of which an `Outage` remembers that a success has ended their series.
+_REFUTED_CAUSES: Final = 16
 _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 # A handler that was not called has cost nothing but an attempt to connect, so the next attempt comes soon: after a
 # restart of the server, messages would otherwise wait for up to a minute.
@@ -94,6 +111,12 @@ class Outage:
         self.resume_at: float | None = None
         # Whether a call has succeeded since the last outage began. An outage may also end without: at its longest time.
         self.has_succeeded = False
+        # The time of the last success; None before the first one.
+        self._succeeded_at: float | None = None
+        # The times at which a success has ended a series of failures, by their cause, the oldest first.
+        self._refuted: dict[str, float] = {}
+        # The cause, the `since` and the end of the last outage; None before the first one.
+        self._last: tuple[str, float, float] | None = None
 
     @property
     def error(self) -> str:
@@ -109,7 +132,7 @@ class Outage:
         """Return whether a call may be started. In an outage, one call at a time may be started after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
-    def succeeded(self, now: float = math.inf) -> None:
+    def succeeded(self, now: float) -> None:
         """Record a successful call, which ends the outage and the series of failures.
 
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
@@ -117,18 +140,32 @@ class Outage:
         """
         if self._lasts_as_asked(now):
             return
-        self._reset()
+        if self._failed and self.resume_at is None:
+            self._refute(now)
+        self._succeeded_at = now
+        self._reset(now)
         self.has_succeeded = True
 
     def _lasts_as_asked(self, now: float) -> bool:
         return self._asked and self.resume_at is not None and now < self.resume_at
 
-    def _reset(self) -> None:
+    def _refute(self, now: float) -> None:
+        self._refuted.pop(self._cause, None)
+        self._refuted[self._cause] = now
+        if len(self._refuted) > _REFUTED_CAUSES:
+            del self._refuted[next(iter(self._refuted))]
+
+    def _reset(self, now: float) -> None:
+        self._end(now)
         self._asked = False
         self._error = self._cause = ""
         self._failed = []
         self._pauses = 0
         self._is_over_time = False
+
+    def _end(self, now: float) -> None:
+        if self.resume_at is not None:
+            self._last = (self._cause, self.since, now)
         self.resume_at = None
 
     def not_started(self, error: str, now: float) -> float:
@@ -139,31 +176,43 @@ class Outage:
         """Record a call whose handler has said that its service is down. Return the time at which the pause ends."""
         return self._pause(error, now, pause_seconds)
 
-    def failed(self, messages: Iterable[Hashable], error: str, now: float, cause: str = "") -> float | None:
+    def failed(
+        self, messages: Iterable[Hashable], error: str, now: float, cause: str = "", *, is_biased: bool = False
+    ) -> float | None:
         """Record that a call with these messages has failed.
 
         `error` is shown to operators. Failures belong together if they have the same `cause`, by default the error.
-        Return the end of the pause, or None if the failure counts as an attempt.
+        `is_biased`: the call begins no outage while other calls succeed. Return the end of the pause, or None if the
+        failure counts as an attempt.
         """
         cause = cause or error
+        if is_biased and self.resume_at is None and _is_recent(self._succeeded_at, now):
+            return None
         if cause != self._cause:
             if not self._lasts_as_asked(now):
-                self._reset()
+                self._reset(now)
             self._cause, self.since = cause, now
         self._error = error
+        needed = self._needed(cause, now)
         call = frozenset(messages)
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
-        if len(self._failed) < _IN_A_ROW:
+        if len(self._failed) < needed:
             self._failed.append(call)
-        if self._is_over_time or (len(self._failed) < _IN_A_ROW and self.resume_at is None):
+        if self._is_over_time or (len(self._failed) < needed and self.resume_at is None):
             return None
         if self.resume_at is None:
             self._began = now
         if now - self._began >= self._believed_seconds():
             # Until a call succeeds, there are no more pauses, and every failure counts as an attempt.
-            self._is_over_time, self.resume_at = True, None
+            self._is_over_time = True
+            self._end(now)
             return None
         return self._pause(error, now, cause=cause)
+
+    def _needed(self, cause: str, now: float) -> int:
+        """Return how many calls in a row must fail with this cause until they are an outage."""
+        by_chance = _is_recent(self._succeeded_at, now) and _is_recent(self._refuted.get(cause), now)
+        return _IN_A_ROW_BY_CHANCE if by_chance else _IN_A_ROW
 
     def _pause(
         self,
@@ -180,6 +229,7 @@ class Outage:
         self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:
             self._began, self.has_succeeded = now, False
+            self._continue_last()
         elif now < self.resume_at:
             # This call was still running when the pause began, so its failure does not start another pause.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
@@ -190,11 +240,22 @@ class Outage:
         self.resume_at = now + (pause if wished_seconds is None else wished_seconds)
         return self.resume_at
 
+    def _continue_last(self) -> None:
+        """Let the outage that begins have the `since` of the last one, if that had this cause and has just ended."""
+        if self._last is not None:
+            cause, since, ended_at = self._last
+            if cause == self._cause and _is_recent(ended_at, self.since):
+                self.since = since
+
     def _believed_seconds(self) -> float:
         retry = self._subscription.retry
         if retry.max_attempts is None:
             return float("inf")
         return sum(retry.delay_seconds(attempt) for attempt in range(1, retry.max_attempts))
+
+
+def _is_recent(at: float | None, now: float) -> bool:
+    return at is not None and now - at < _RECENT_SECONDS
 
 
 # -- failed attempts -------------------------------------------------------------------------------
@@ -701,7 +762,12 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
     elif isinstance(error, HandlerNotStarted) or is_refused(error):
         until = outage.not_started(text, now)
     elif _is_unexplained(work.subscribed.subscription, error):
-        until = outage.failed([(item.queue.key, item.offset) for item in items], text, now, cause_of(error))
+        is_biased = len(items) > 1 or all(item.retries or item.in_place for item in items)
+        messages = [(item.queue.key, item.offset) for item in items]
+        until = outage.failed(messages, text, now, cause_of(error), is_biased=is_biased)
+        if until is not None and len(items) > 1:
+            # If each batch has a message that always fails, only a smaller call can end the outage.
+            divide(items, (len(items) + 1) // 2)
     else:
         return None
     if until is not None:

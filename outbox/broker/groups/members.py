@@ -231,28 +231,38 @@ def report_outage(
 
 
 # The last process whose subscription continues records the incident, so a group has at most one for each outage of a
-# topic.
+# topic. An outage that continues an earlier one began before the incident of that one, and extends it.
 _END_OUTAGE = Statement("""
 WITH ended AS (
     DELETE FROM {schema}.outage
     WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
     RETURNING *
+), told AS (
+    SELECT since, consumer_group.name || ' on ' || topic.name AS subject,
+           'from ' || date_trunc('second', since) || ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error
+               AS detail
+    FROM ended JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+    WHERE %(has_succeeded)s AND NOT EXISTS (
+        SELECT FROM {schema}.outage other JOIN {schema}.consumer USING (group_id, instance_id)
+        WHERE other.group_id = ended.group_id AND other.topic_id = ended.topic_id
+          AND other.instance_id <> ended.instance_id AND expires_at > clock_timestamp())
+), extended AS (
+    UPDATE {schema}.incident SET detail = told.detail, at = clock_timestamp()
+    FROM told
+    WHERE incident_id = (SELECT max(incident_id) FROM {schema}.incident
+                         WHERE at > told.since AND kind = 'outage' AND subject = told.subject)
+    RETURNING incident_id
 )
 INSERT INTO {schema}.incident (kind, subject, detail)
-SELECT 'outage', consumer_group.name || ' on ' || topic.name,
-       'from ' || date_trunc('second', since) || ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error
-FROM ended JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
-WHERE %(has_succeeded)s AND NOT EXISTS (
-    SELECT FROM {schema}.outage other JOIN {schema}.consumer USING (group_id, instance_id)
-    WHERE other.group_id = ended.group_id AND other.topic_id = ended.topic_id
-      AND other.instance_id <> ended.instance_id AND expires_at > clock_timestamp())
+SELECT 'outage', subject, detail FROM told WHERE NOT EXISTS (SELECT FROM extended)
 """)
 
 
 def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int, *, has_succeeded: bool) -> None:
     """Remove the outage of a subscription of this instance, because the subscription continues.
 
-    Record an incident only if a call has succeeded: otherwise the service may still be down.
+    Record an incident only if a call has succeeded: otherwise the service may still be down. If the outage has
+    continued an earlier one, extend the incident of that one instead.
     """
     place = {"instance": instance, "group_id": group_id, "topic_id": topic_id}
     run.execute(_END_OUTAGE, {**place, "has_succeeded": has_succeeded})

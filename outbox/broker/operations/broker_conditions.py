@@ -923,6 +923,88 @@ def retry_storm(state: BrokerState) -> Iterator[Judged]:
             )
 
 
+# A look counts at most this many messages of a retry queue, those that are due first, and ten times as many in all,
+# because each costs a look-up of its error.
+_RETRIES_COUNTED: Final = 500
+# Errors belong together that have one type, and that the same line of the application has raised: the texts of most
+# errors name the order or row that they are about. `groups.send_back.describe` has written them.
+_RETRIED: Final = Statement("""
+WITH waiting AS (
+    SELECT retry_of, queue_id, queue.number, log_id, due_at
+    FROM {schema}.topic JOIN {schema}.queue USING (topic_id)
+    CROSS JOIN LATERAL (SELECT log_id, due_at FROM {schema}.scheduled
+                        WHERE scheduled.queue_id = queue.queue_id AND attempt > 1 AND NOT claimed
+                        ORDER BY due_at LIMIT %(limit)s) AS next
+    WHERE retry_of IS NOT NULL
+    LIMIT 10 * %(limit)s
+), alike AS (
+    SELECT retry_of AS group_id, number AS topic_id, count(*) AS messages, min(due_at) AS due_at,
+           min(log_id) AS log_id, sum(count(*)) OVER (PARTITION BY queue_id)::bigint AS counted
+    FROM waiting
+    CROSS JOIN LATERAL (SELECT error FROM {schema}.failure
+                        WHERE failure.group_id = retry_of AND failure.log_id = waiting.log_id
+                        ORDER BY attempt DESC LIMIT 1) AS last
+    GROUP BY retry_of, queue_id, number, split_part(error, ':', 1), split_part(error, E'\n  raised in ', -1)
+    ORDER BY messages DESC LIMIT 100
+)
+SELECT consumer_group.name AS group, topic.name AS topic, messages,
+       extract(epoch FROM clock_timestamp() - log.stored_at)::double precision AS oldest_seconds,
+       date_trunc('second', due_at)::text AS next_attempt, message_id::text AS message, error, counted
+FROM alike JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.commit_log log USING (log_id)
+CROSS JOIN LATERAL (SELECT error FROM {schema}.failure
+                    WHERE failure.group_id = alike.group_id AND failure.log_id = alike.log_id
+                    ORDER BY attempt DESC LIMIT 1) AS last
+ORDER BY messages DESC, 1, 2
+""")
+
+
+def retried_errors(run: Executor) -> list[dict[str, Any]]:
+    """Return a fact for each error with which messages of a group and topic have failed at least twice, and wait.
+
+    The most frequent error comes first. `message` is the oldest message with the error. If more messages wait than are
+    counted, `of_those_due_first` is the number of counted ones.
+    """
+    facts = run.objects(dict, _RETRIED, {"limit": _RETRIES_COUNTED})
+    for fact in facts:
+        if (counted := fact.pop("counted")) == _RETRIES_COUNTED:
+            fact["of_those_due_first"] = counted
+    return facts
+
+
+def _kind(error: str) -> tuple[str, str]:
+    """Return the type of a stored error and the line that has raised it, as the statement above groups errors."""
+    return error.partition(":")[0], error.rpartition("\n  raised in ")[2]
+
+
+FAILING_MESSAGES: Final = Threshold(
+    "failing_messages", 3, None, "messages", "messages of a group and topic that failed twice or more with one error"
+)
+
+
+@CONDITIONS.declare(
+    meaning="Messages of a group have failed at least twice with the same error, and wait for another attempt.",
+    next_step="Find out what the messages have in common: a trigger, a constraint or the handler refuses them "
+    "(docs/operations/messages.md#database-errors-of-handlers). `outbox_message show ID` shows the attempts of one, "
+    "and the page of retries lists all. After the last attempt, by default 2 h 46 min after the first, they become "
+    "dead letters.",
+    concern=Concern.WITHIN_DAYS,
+    symptom=Symptom.HANDLERS,
+    thresholds=(FAILING_MESSAGES,),
+    shown=Shown(
+        listed=Place("waiting", "Messages that are retried", {"retrying": "=yes"}),
+        settled=Place("waiting", "Its retries", {"group": "group", "topic": "topic", "retrying": "=yes"}),
+        figure="Retrying",
+    ),
+)
+def failing_messages(state: BrokerState) -> Iterator[Judged]:
+    paused = {(one["group"], one["topic"], *_kind(one["error"])) for one in state.once(outages)}
+    for fact in state.once(retried_errors):
+        # An outage with this error has the messages.
+        if (fact["group"], fact["topic"], *_kind(fact["error"])) not in paused:
+            yield state.judge(FAILING_MESSAGES, fact["messages"]), fact
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Handlers that kill or hang their process, and subscriptions that pause because of an outage.
 
@@ -1001,8 +1083,9 @@ def hung_handlers(state: BrokerState) -> Counted:
     meaning="A subscription pauses, because its handlers fail one after another with the same error. A service is "
     "down, a session holds a lock, or a table does not fit the code.",
     next_step="Restore the service that the error names. If a table or column is missing, compare models, migrations "
-    "and table; after a lock timeout, end the session of the evidence "
-    "(docs/operations/messages.md#database-errors-of-handlers). The next call that succeeds ends the outage.",
+    "and table; after a lock timeout, end the session that the evidence names as `lock holder`, and find out what a "
+    "`possible lock holder` does before you end it (docs/operations/messages.md#database-errors-of-handlers). The next "
+    "call that succeeds ends the outage.",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),

@@ -213,6 +213,8 @@ CREATE TABLE scheduled (
     UNIQUE NULLS NOT DISTINCT (log_id, queue_id, attempt)
 );
 CREATE INDEX scheduled_due ON scheduled (due_at);
+-- Messages that have failed at least twice (condition failing_messages): few, also if millions are delayed.
+CREATE INDEX scheduled_failing ON scheduled (queue_id, due_at) WHERE attempt > 1 AND NOT claimed;
 
 -- Messages that were taken back before their first delivery.
 CREATE TABLE recalled (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -175,6 +176,39 @@ def test_poison_among_others_counts_although_it_comes_in_a_row(orders: Consumpti
     assert world.handled == Counter(range(4, 40))
 
 
+@pytest.mark.parametrize("batch", [1, 10])
+def test_messages_that_fail_among_others_delay_none_of_them(
+    orders: ConsumptionBench, batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trigger refuses a third of the orders. Their retries come together, and some are refused one after another."""
+    chance = random.Random(3)
+    poison = [n for n in range(20, 200) if chance.random() < 1 / 3]
+    world = World(poison=poison)
+    policy = RetryPolicy(delays_seconds=[0.1], max_attempts=1_000)
+    sent = messages(200)
+    orders.publish(sent[:20])
+    with orders.sequencing(), orders.running((subscribe(retry=policy, batch=batch, threads=2), world)):
+        eventually(lambda: len(world.handled) == 20)
+        for start in range(20, 200, 20):
+            orders.publish(sent[start : start + 20])
+            eventually(lambda start=start: len(world.handled) == len({*range(start + 20)} - world.poison))  # type: ignore[misc]
+        retries = len(world.calls)
+        eventually(lambda: len(world.calls) > retries + 2 * len(poison), what="the next retries of all")
+        assert orders.rows("SELECT 1 FROM outbox.outage") == []
+    assert set(world.handled.values()) == {1} and not world.poison & world.handled.keys()
+    assert not [one for one in caplog.records if "seems to be down" in one.getMessage()], "the subscription pauses"
+    assert orders.rows("SELECT 1 FROM outbox.incident WHERE kind = 'outage'") == []
+
+
+def test_poison_in_every_batch_is_no_lasting_outage(orders: ConsumptionBench) -> None:
+    """The first batches of a process fail, and the subscription pauses; then each call is half as large."""
+    world = World(poison=range(0, 60, 5))
+    orders.publish(messages(60))
+    with orders.sequencing(), orders.running((subscribe(retry=PATIENT, batch=10, threads=1), world)):
+        eventually(lambda: len(world.handled) == 48)
+        eventually(lambda: orders.rows("SELECT 1 FROM outbox.outage") == [])
+
+
 def test_a_constraint_that_fails_is_no_outage(orders: ConsumptionBench) -> None:
     """The database has answered: each message uses up its attempts, and no subscription pauses."""
     sent = messages(4)
@@ -208,12 +242,75 @@ def test_what_is_in_a_row() -> None:
     assert outage.failed("x", "E: away", 1.0) == 3.0
     assert outage.failed("x", "F: other", 4.0) is None
     assert outage.error == "" and not outage.has_succeeded, "the service may still be down"
-    outage.succeeded()
+    outage.succeeded(5.0)
     assert outage.has_succeeded
     assert outage.admits(0.0, running=True) and outage.error == ""
     for name in "ab":
         assert outage.failed(name, "E: away", 0.0) is None
     assert outage.failed("c", "F: other", 0.0) is None
+
+
+def test_messages_that_fail_among_others_are_no_outage() -> None:
+    """Also if chance brings many of them in a row, and if their retries come together."""
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    chance = random.Random(3)
+    fails = [False, *(chance.random() < 1 / 3 for _ in range(10_000))]
+    assert outage.failed("first", "E: refused", 0.0) is None
+    for number, is_poison in enumerate(fails):
+        if is_poison:
+            assert outage.failed([number], "E: refused", number / 100) is None
+            for back in range(4):
+                assert outage.failed([number - back], "E: refused", number / 100, is_biased=True) is None
+        else:
+            outage.succeeded(number / 100)
+    assert "111" in "".join(str(int(one)) for one in fails), "chance brings three in a row"
+
+
+def test_a_service_that_fails_is_an_outage_after_three_first_attempts() -> None:
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    outage.succeeded(0.0)
+    assert outage.failed("a", "E: away", 1.0) is None
+    # Retries neither belong to the series nor end it.
+    assert outage.failed("r", "F: refused", 1.0, is_biased=True) is None
+    assert outage.failed("b", "E: away", 1.0) is None
+    assert outage.failed("s", "E: away", 1.0, is_biased=True) is None
+    assert outage.failed("c", "E: away", 1.0) == 2.0
+    # A probe with retries goes on with it.
+    assert outage.failed("r", "E: away", 2.0, is_biased=True) == 4.0
+
+
+def test_a_service_whose_error_a_success_has_refuted_is_an_outage_after_twenty() -> None:
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.failed("0", "E: away", 0.0) is None
+    outage.succeeded(0.0)
+    ends = [outage.failed([number], "E: away", 1.0) for number in range(20)]
+    assert ends == [None] * 19 + [2.0]
+
+
+def test_retries_alone_are_an_outage_if_nothing_has_succeeded_for_a_minute() -> None:
+    for seconds, began in ((0.0, None), (60.0, 0.0), (59.0, 0.0)):
+        outage = Outage(subscribe(retry=RetryPolicy()))
+        if began is not None:
+            assert outage.failed("0", "E: away", began) is None
+            outage.succeeded(began)
+        ends = [outage.failed(name, "E: away", seconds, is_biased=True) for name in "abc"]
+        assert ends == [None, None, None if seconds == 59.0 else seconds + 1.0]
+
+
+def test_an_outage_that_begins_again_within_a_minute_continues() -> None:
+    for error, ended_at, again_at, since in (
+        ("E: away", 59.0, 60.0, 0.0),
+        ("E: away", 1.0, 61.0, 61.0),
+        ("F: other", 59.0, 60.0, 60.0),
+    ):
+        outage = Outage(subscribe(retry=RetryPolicy()))
+        for name in "abc":
+            outage.failed(name, "E: away", 0.0)
+        outage.succeeded(ended_at)
+        assert outage.pauses == 0
+        for name in "def":
+            outage.failed(name, error, again_at)
+        assert (outage.pauses, outage.since) == (1, since)
 
 
 def test_a_pause_before_any_handler_is_at_most_ten_seconds() -> None:

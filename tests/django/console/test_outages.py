@@ -24,7 +24,7 @@ from outbox.contrib.django.operations import lock_holders
 from outbox.contrib.django.operations.watching import look
 from tests.django.broker_world import World
 from tests.django.console.test_remedies import page, text_of
-from tests.django.operators import working
+from tests.django.operators import retried, working
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
@@ -141,6 +141,79 @@ def test_the_end_of_an_outage_is_an_incident_of_its_last_process(world: World, o
     text = text_of(page(operator, "incidents/?kind=outage"))
     assert re.search(r"outage mail on orders from \S+ \S+ to \S+ \S+ OperationalError: canceling", text)
     assert text.count("mail on orders") == 1
+
+
+def test_an_outage_that_continues_extends_its_incident(world: World, operator: Client) -> None:
+    place = failing(world)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    [before] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
+    members.report_outage(world.run, *place, "OperationalError: away", seconds_ago=600)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    [after] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
+    assert after[0] == before[0] and after[2] > before[2]
+    assert "OperationalError: away" in page(operator, "incidents/?kind=outage")
+    members.report_outage(world.run, *place, _LOCK)
+    members.end_outage(world.run, *place, has_succeeded=True)
+    assert world.sql("SELECT count(*) FROM outbox.incident") == [(2,)], "another outage"
+
+
+def refused(number: int) -> str:
+    return (
+        f"InternalError: order {number} has no address\nCONTEXT:  PL/pgSQL function check_order() line 3 at RAISE\n"
+        "  raised in ship, /srv/logistics/ship.py:9"
+    )
+
+
+def found_failing() -> Condition | None:
+    return next((one for one in look().verdict.conditions if one.name == "failing_messages"), None)
+
+
+def test_messages_that_fail_alike_are_named_with_their_error(world: World, operator: Client) -> None:
+    """Although the texts of their errors differ. Those that have failed once may succeed at the next attempt."""
+    world.subscribe("mail")
+    world.publish(5)
+    for number in range(2):
+        retried(world, "mail", f"k{number}", refused(number), failures=2)
+    retried(world, "mail", "k2", refused(2))
+    retried(world, "mail", "k3", "ValueError: no price\n  raised in ship, /srv/logistics/ship.py:8", failures=2)
+    assert found_failing() is None
+    retried(world, "mail", "k4", refused(4), failures=3)
+    condition = found_failing()
+    assert condition is not None and condition.severity is Severity.WARNING
+    [fact] = condition.evidence
+    [(oldest,)] = world.sql("SELECT message_id::text FROM outbox.commit_log WHERE key = 'k0'")
+    assert {**fact, "oldest_seconds": 0, "next_attempt": ""} == {
+        "group": "mail", "topic": "orders", "messages": 3, "oldest_seconds": 0, "next_attempt": "", "message": oldest,
+        "error": refused(0),
+    }  # fmt: skip
+    [address] = re.findall(r'href="/outbox/(waiting/[^"]*)">Its retries', page(operator))
+    assert "k4" in page(operator, address.replace("&amp;", "&"))
+    held_up = text_of(page(operator, "groups/one/?name=mail&topic=orders")).partition("Held up by")[2]
+    assert re.search(r"retries of orders .* failing 3, next \S+ \S+: InternalError: order 0 has no address", held_up)
+    call_command("outbox_group", "offsets", "mail", stdout=(out := StringIO()))
+    [line] = [line for line in out.getvalue().splitlines() if "%RETRY%" in line or "retries of" in line]
+    assert "failing 3 messages: InternalError: order 0 has no address" in line
+
+
+def test_an_outage_has_the_messages_that_fail_with_its_error(world: World) -> None:
+    place = failing(world, refused(7))
+    world.publish(3)
+    for number in range(3):
+        retried(world, "mail", f"k{number}", refused(number), failures=2)
+    assert found_failing() is None
+    members.report_outage(world.run, *place, _LOCK)
+    assert found_failing() is not None
+
+
+def test_only_the_messages_that_are_due_first_are_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_conditions, "_RETRIES_COUNTED", 3)
+    world.subscribe("mail")
+    world.publish(4)
+    for number in range(4):
+        retried(world, "mail", f"k{number}", refused(number), failures=2)
+    condition = found_failing()
+    assert condition is not None
+    assert [(fact["messages"], fact["of_those_due_first"]) for fact in condition.evidence] == [(3, 3)]
 
 
 def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(

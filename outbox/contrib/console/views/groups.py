@@ -10,7 +10,8 @@ from django.http import HttpRequest, HttpResponse
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.broker_conditions import outages, waits
+from outbox.broker.operations.broker_conditions import outages, retried_errors, waits
+from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_processes
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.summary import Summary
@@ -141,7 +142,9 @@ def group(request: HttpRequest) -> HttpResponse:
         now = group_now(run, name)
         consumers = list_processes(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
-        outage = next((one for one in outages(run) if one["group"] == name and one["topic"] == topic), None)
+        place = (name, topic)
+        outage = next((one for one in outages(run) if (one["group"], one["topic"]) == place), None)
+        retried = next((one for one in retried_errors(run) if (one["group"], one["topic"]) == place), None)
         # Those that only act come after those that also tell something.
         sections = sorted(_sections(run, name, topic), key=lambda one: not one["told"]) if topic else []
         rest = next((one for one in counted.rests if one.group == name), None)
@@ -168,6 +171,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "more_consumers": len(consumers) > _CONSUMERS,
         "queues": queues,
         "outage": outage,
+        "retried": retried,
         "topic": topic,
         "sections": sections,
     }

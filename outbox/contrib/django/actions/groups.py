@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations import changes
-from outbox.broker.operations.broker_conditions import outages
+from outbox.broker.operations.broker_conditions import outages, retried_errors
 from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
 from outbox.broker.operations.listings import group_now
 from outbox.broker.operations.progress import QueueProgress, list_queues
-from outbox.contrib.django.actions.cells import error
+from outbox.contrib.django.actions.cells import error, retried_topic
 from outbox.contrib.django.actions.declaration import (
     ActionPlan,
     Button,
@@ -271,11 +271,22 @@ def _delete(values: Values) -> ActionPlan:
 
 
 def _read_queues(run: Executor, asked: Asked) -> list[Row]:
-    group_now(run, asked["group"])
-    paused = {one["topic"]: f"outage: {one['error']}" for one in outages(run) if one["group"] == asked["group"]}
+    group = asked["group"]
+    group_now(run, group)
+    paused = {one["topic"]: f"outage: {one['error']}" for one in outages(run) if one["group"] == group}
+    # The most frequent error of a topic comes last, so it stays.
+    retried = {
+        one["topic"]: f"failing {counted(one['messages'], 'message')}: {one['error']}"
+        for one in reversed(retried_errors(run))
+        if one["group"] == group
+    }
     return [
-        Row(**asdict(one), outage=paused.get(one.topic) if one.lag else None)
-        for one in list_queues(run, asked["group"])
+        Row(
+            **asdict(one),
+            outage=paused.get(retried_topic(one.topic)) if one.lag else None,
+            retries=retried.get(retried_topic(one.topic)) if one.is_retry else None,
+        )
+        for one in list_queues(run, group)
     ]
 
 
@@ -289,10 +300,10 @@ QUEUES: Final = Listing(
         *(Column(one.replace("_", " "), one) for one in ("lag", "handled", "skipped", "filtered", "sent_back", "dead")),
         Column("expired", "expired"),
         Column("owner", "owner"),
-        Column("stopped or blocked by", lambda one: error(one.stopped or one.blocked_error or one.outage)),
+        Column("held up by", lambda one: error(one.stopped or one.blocked_error or one.outage or one.retries)),
     ),
     _read_queues,
     command="outbox_group offsets",
-    help="show each queue of a group: position, end, owner, and the error that blocks it",
+    help="show each queue of a group: position, end, owner, and the error that holds it up",
     fields=(GROUP,),
 )
