@@ -208,7 +208,8 @@ class OffsetWindow:
 
     def position(self) -> Position:
         """Return the position of the group on this queue, in the form to store."""
-        return Position(self.base, self.start_offset, *self.counts, self.moved)
+        handled, filtered, skipped, sent_back, dead, expired = self.counts
+        return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
 
 class OwnedQueue:

@@ -122,6 +122,10 @@ class Producer:
         if commits and delay > 1:
             self._storm.waiting.append(message_id)
 
+    def publish_all(self, count: int) -> None:
+        for _ in range(count):
+            self.publish()
+
     def _store(self, message: Message) -> None:
         if self._storm.atomic:
             run = Executor(self.local, "outbox")
@@ -190,7 +194,7 @@ class Storm:
         done = 0
         first, beside = self.producers
         with ThreadPoolExecutor(1) as pool:
-            publishing = pool.submit(lambda: [beside.publish() for _ in range(count)])
+            publishing = pool.submit(beside.publish_all, count)
             for number in range(1, count + 1):
                 first.publish(guilty=True)
                 if number % every == 0:
