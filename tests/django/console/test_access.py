@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,8 +19,7 @@ from outbox.contrib.console.views import overview
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import OperatorAction
-from tests.django.broker_world import NOWHERE, World
-from tests.django.conftest import point_alias
+from tests.django.broker_world import World
 from tests.django.operators import ALL, client_of, make_user
 
 ARGUMENTS: dict[str, list[object]] = {"message": [uuid4()], "audit_entry": [1]}
@@ -71,15 +69,6 @@ def test_actions_are_refused_without_permission_without_token_and_by_get(world: 
         assert operator.post(address(name), given).status_code in (302, 400, 422), f"{name}: with all of them, not"
 
 
-def test_a_deactivated_user_sees_nothing(world: World) -> None:
-    user = make_user(*ALL)
-    client = client_of(user)
-    assert client.get("/outbox/").status_code == 200
-    user.is_active = False
-    user.save()
-    assert client.get("/outbox/").status_code == 302
-
-
 def test_without_accounts_no_page_is_shown(world: World) -> None:
     request = RequestFactory().get("/outbox/")
     answer = overview.overview(request)
@@ -109,19 +98,6 @@ def test_templates_have_no_script_and_no_style_of_their_own() -> None:
     assert len(texts) >= 18
     for name, text in texts.items():
         assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:|https?://", text) == [], name
-
-
-def test_a_broker_that_cannot_be_asked_is_a_page(
-    operator: Client, outbox_settings: Callable[..., None]
-) -> None:  # fmt: skip
-    assert "No fault at" in operator.get("/outbox/").content.decode()
-    point_alias("broker", NOWHERE)
-    page = operator.get("/outbox/").content.decode()
-    assert "unreachable" in page and "publishing fails" in page
-    answer = operator.get("/outbox/undecided/")
-    assert answer.status_code == 503 and b"The broker did not answer" in answer.content
-    outbox_settings(IN_MEMORY=True)
-    assert b"exists only inside this process" in operator.get("/outbox/undecided/").content
 
 
 def test_the_settings_of_these_tests_have_no_middleware_of_csrf() -> None:

@@ -14,7 +14,6 @@ from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.contrib.console import rendering
-from outbox.contrib.console.followers.cause import HEADER
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.forwarding.models import ForwardEndpoint
@@ -48,7 +47,6 @@ def busy(world: World) -> list[str]:
     ).message_id
     publish("orders", {}, key="order-7", at_once=True)
     publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600, at_once=True)
-    publish("orders", {}, key=HOSTILE, headers={HEADER: f"{message_id} mail"}, at_once=True)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
     retried(world, "stock", "order-7", f"ValueError: {HOSTILE}")
@@ -157,19 +155,6 @@ LISTS: Final = (
     "topics/",
     "audit/",
 )
-
-
-@pytest.mark.slow
-def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(world: World, site: Site) -> None:
-    busy(world)
-    is_visible = "document.querySelector('.filters form').checkVisibility()"
-    for width, is_folded in ((320, True), (1280, False)):
-        with Browser(width=width, height=740) as browser:
-            for page in LISTS:
-                site.open(browser, f"/outbox/{page}")
-                assert browser.evaluate(is_visible) is not is_folded, (page, width)
-                browser.evaluate("document.querySelector('.filters').open = true")
-                assert browser.evaluate(is_visible), (page, width)
 
 
 @pytest.mark.slow

@@ -21,12 +21,11 @@ from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.forwarding.models import ForwardEndpoint
 from outbox.contrib.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.faults import no_sequencer
-from tests.django.operators import blocked, bury, client_of, dead_keys, make_user, retried, working
+from tests.django.operators import blocked, bury, client_of, make_user, retried, working
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
@@ -213,18 +212,6 @@ def test_lists_of_messages_have_tabs_with_counts_and_show_the_state_of_each_row(
     assert ">later<" not in page(operator, "waiting/?retrying=yes")
 
 
-def test_one_row_is_replayed_by_its_own_button(world: World, operator: Client) -> None:
-    world.subscribe("mail")
-    world.publish(2)
-    for number in range(2):
-        bury(world, "mail", f"k{number}", "ValueError: no")
-    for path in ("dead-letters/list/", "dead-letters/list/?group=mail"):
-        assert len(forms(page(operator, path), "replay")) == 2
-    given = forms(page(operator, "dead-letters/list/"), "replay")[0]
-    operator.post("/outbox/act/replay/", {**given, "confirmed": "yes", "why": "a test"})
-    assert len(dead_keys(world.run, "mail")) == 1
-
-
 def test_groups_are_listed_by_state(world: World, operator: Client) -> None:
     for group in ("mail", "stock", "points"):
         world.subscribe(group)
@@ -275,18 +262,7 @@ def test_workers_are_listed_by_state(world: World, operator: Client) -> None:
     assert counts() == [1, 0, 1]
 
 
-def test_endpoints_and_the_audit_are_filtered(world: World, operator: Client) -> None:
-    now = timezone.now()
-    ForwardEndpoint.objects.create(group="gone", disabled_at=now, disabled_reason="answered 410")
-    ForwardEndpoint.objects.create(group="fine")
-    try:
-        listed = {
-            state: re.findall(r'<tr data-key="(\w+)">', page(operator, f"endpoints/?state={state}"))
-            for state in ("", "enabled", "disabled")
-        }
-    finally:
-        ForwardEndpoint.objects.all().delete()
-    assert listed == {"": ["fine", "gone"], "enabled": ["fine"], "disabled": ["gone"]}
+def test_the_audit_is_filtered(world: World, operator: Client) -> None:
     for action, outcome in (("pause", "done"), ("skip", "failed"), ("pause", "failed")):
         OperatorAction.objects.create(who="ada", why="w", action=action, subject="s", effect="e", outcome=outcome)
 
