@@ -176,12 +176,6 @@ def _reset(world: World) -> Given:
     return {"group": "mail", "topic": "orders", "to_latest": "yes"}
 
 
-@case("rename_group", GROUPS)
-def _rename(world: World) -> Given:
-    world.subscribe("mail")
-    return {"group": "mail", "new_name": "post"}
-
-
 @case("delete_group", GROUPS)
 def _delete_group(world: World) -> Given:
     world.subscribe("mail")

@@ -9,13 +9,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from io import StringIO
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import call_command
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
@@ -38,6 +36,7 @@ from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.operators import client_of, make_user
+from tests.django.support import ended
 from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -53,13 +52,9 @@ def led(databases: None) -> None:
 
 
 def health(*arguments: str) -> tuple[int, str]:
-    out = StringIO()
-    try:
-        asked = () if {"--live", "--ready"} & set(arguments) else ("--probe",)
-        call_command("outbox_status", *asked, *arguments, stdout=out, no_color=True)
-    except SystemExit as ended:
-        return int(str(ended.code)), out.getvalue().strip()
-    return 0, out.getvalue().strip()
+    asked = () if {"--live", "--ready"} & set(arguments) else ("--probe",)
+    code, said = ended("outbox_status", *asked, *arguments)
+    return code, said.strip()
 
 
 def test_the_probe_by_command(led: None) -> None:

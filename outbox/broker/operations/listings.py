@@ -194,7 +194,6 @@ WHERE undecided.transaction_id > %(after)s
   AND (%(id)s::uuid IS NULL OR undecided.transaction_id = %(id)s)
   AND (NOT %(parked)s OR undecided.parked_at IS NOT NULL)
   AND (%(group)s::text IS NULL OR first.producer_group = %(group)s)
-  AND (%(transactional_id)s::text IS NULL OR noted.transactional_id = %(transactional_id)s)
   AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = undecided.transaction_id)
 ORDER BY undecided.transaction_id LIMIT %(limit)s
 """)
@@ -205,16 +204,15 @@ def list_open(
     *,
     transaction_id: UUID | None = None,
     group: str | None = None,
-    transactional_id: str | None = None,
     parked: bool = False,
     after: UUID | None = None,
     limit: int,
 ) -> list[OpenTransaction]:
     """Return a page of open transactions, the oldest first.
 
-    With `transaction_id`, only this one. With `group` or `transactional_id`, the page has only transactions of this
-    producer group or transactional id. With `parked`, the page has only parked transactions. To read the next page,
-    pass the last transaction id of this page as `after`. The function changes nothing.
+    With `transaction_id`, only this one. With `group`, the page has only transactions of this producer group. With
+    `parked`, the page has only parked transactions. To read the next page, pass the last transaction id of this page as
+    `after`. The function changes nothing.
     """
     last = Snapshot.parse(run.one(_LAST_SCAN)[0])
     values = {
@@ -222,7 +220,6 @@ def list_open(
         "xip": xids(last.in_progress),
         "id": transaction_id,
         "group": group,
-        "transactional_id": transactional_id,
         "parked": parked,
         "after": after or UUID(int=0),
         "limit": limit,

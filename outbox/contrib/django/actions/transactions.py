@@ -11,6 +11,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import changes
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.listings import OpenTransaction, list_open, open_transaction
+from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
@@ -27,7 +28,7 @@ from outbox.contrib.django.actions.declaration import (
     counted,
 )
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
@@ -273,8 +274,7 @@ def _decide(values: Values) -> ActionPlan:
 
 
 def _undecided(transaction_id: UUID) -> Check:
-    with broker_connection() as (connection, schema):
-        check = find_undecided(Executor(connection, schema), transaction_id)
+    check = on_broker(find_undecided, transaction_id)
     if check is None:
         raise UsageError(
             f"{transaction_id} is not an undecided transaction: `outbox_message show {transaction_id}` shows its "
@@ -296,8 +296,7 @@ def _not_proven(check: Check, decision: Decision, answer: Answer) -> str:
 
 
 def _refuse_running(transaction_id: UUID) -> None:
-    with broker_connection() as (connection, schema):
-        found = open_transaction(Executor(connection, schema), transaction_id)
+    found = on_broker(open_transaction, transaction_id)
     if found is not None and found.may_run:
         raise UsageError(
             f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A "
@@ -308,8 +307,7 @@ def _refuse_running(transaction_id: UUID) -> None:
 
 
 def _known(transaction_id: UUID) -> Mapping[str, Any]:
-    with broker_connection() as (connection, schema):
-        found = trace(Executor(connection, schema), transaction_id)
+    found = on_broker(trace, transaction_id)
     if found is None:
         raise UsageError(f"the broker does not have transaction {transaction_id}: retention may have deleted it.")
     pending = found.pending
@@ -348,12 +346,10 @@ def _accept(values: Values) -> ActionPlan:
 
 
 def _switch(rejecting: bool, effect: str) -> ActionPlan:
-    with broker_connection() as (connection, schema):
-        now = changes.rejects_transactional(Executor(connection, schema))
+    now = on_broker(leadership).is_rejecting
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema), connection.transaction():
-            changes.reject_transactional(Executor(connection, schema), rejecting)
+        on_broker(changes.reject_transactional, rejecting)
         return {"rejecting": rejecting}
 
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
@@ -371,7 +367,7 @@ class _Open:
 
 
 def _read(run: Executor, asked: Asked) -> list[_Open]:
-    found = list_open(run, **asked.only("group", "transactional_id", "parked", "after"), limit=asked.limit)
+    found = list_open(run, **asked.only("group", "parked", "after"), limit=asked.limit)
     silent = silent_groups(run, [one.transaction_id for one in found])
     return [_Open(one, one.producer_group not in silent) for one in found]
 
@@ -410,7 +406,6 @@ OPEN: Final = Listing(
     help="list open transactions, oldest first, including new transactions that are not checked yet",
     fields=(
         Field("group", "list only transactions of this producer group", label="Producer group"),
-        Field("transactional_id", "list only transactions of the producer with this transactional id"),
         Field("parked", "list only parked transactions", FieldKind.FLAG, by_tab=True),
     ),
     after=Field("after", "list the transactions after this transaction", FieldKind.ID),
