@@ -27,10 +27,9 @@ from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.operations.watching import look, probe
+from outbox.contrib.django.operations.watching import probe
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.roles import prepare_health_files
-from outbox.errors import ConfigurationError
 from outbox.utils import heartbeat
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
@@ -177,23 +176,6 @@ def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monke
     assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
     beat(monkeypatch, left, "broker", ready=True)
     assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
-
-
-def test_a_role_without_the_right_gets_the_missing_grant(led: None) -> None:
-    name = f"blind_{uuid4().hex}"
-    entry = connections["broker"].settings_dict
-    user, options = entry["USER"], entry["OPTIONS"]
-    with closing(broker_database().connect()) as connection:
-        connection.execute(f'CREATE ROLE "{name}"'.encode())
-        try:
-            connection.execute(f'GRANT USAGE ON SCHEMA outbox TO "{name}"'.encode())
-            connection.execute(f'GRANT SELECT ON outbox.schema_version TO "{name}"'.encode())
-            entry["OPTIONS"] = {**options, "options": f"-c role={name}"}
-            with pytest.raises(ConfigurationError, match=r"outbox_doctor --for publish.* names the missing rights"):
-                look()
-        finally:
-            entry["USER"], entry["OPTIONS"] = user, options
-            connection.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:

@@ -162,19 +162,6 @@ def test_a_row_that_another_session_keeps_locked(world: World) -> None:
         blocked.result(20)
 
 
-def test_a_migration_that_waits_blocks_readers_and_its_blocker_is_named(world: World) -> None:
-    session, migration = world.session("a report"), world.session("a migration")
-    session.execute("BEGIN")
-    session.execute("SELECT FROM outbox.consumer_group")
-    with ThreadPoolExecutor(1) as pool:
-        locking = "BEGIN; LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE; ROLLBACK"
-        blocked = pool.submit(migration.execute, locking)
-        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the migration")
-        assert holder("a report")["session"] == f"session {session.info.backend_pid}"
-        session.execute("ROLLBACK")
-        blocked.result(20)
-
-
 def test_a_dump_is_named_as_a_dump(world: World) -> None:
     """pg_dump reads in one transaction with one snapshot, and has no transaction id."""
     world.limits(TRANSACTION_SECONDS=(0, None))

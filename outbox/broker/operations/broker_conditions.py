@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
 from outbox import hooks
 from outbox.broker.database.arrays import texts, xids
-from outbox.broker.database.executor import Executor, Snapshot
+from outbox.broker.database.executor import Executor, Row, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.failing import ProcessPart, failing
 from outbox.broker.log.incidents import IncidentKind
@@ -319,8 +318,9 @@ kind = 'wrong_ledger' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.t
 # The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
 # statement sorts only ids, because sorting whole rows would take longer.
 _INCIDENTS: Final = Statement(f"""
-SELECT kind, open, sum(incidents)::bigint, count(*), (array_agg(subject ORDER BY newest_id DESC))[1:3],
-       (array_agg(detail ORDER BY newest_id DESC))[1:3], (array_agg(newest::text ORDER BY newest_id DESC))[1:3]
+SELECT kind, open, sum(incidents)::bigint AS incidents, count(*) AS subjects,
+       (array_agg(json_build_object('subject', subject, 'newest', newest::text, 'detail', detail)
+                  ORDER BY newest_id DESC))[1:3] AS facts
 FROM (
     SELECT kind, {_IS_OPEN} AS open, subject, count(*) AS incidents, max(incident_id) AS newest_id, max(at) AS newest,
            (array_agg(detail ORDER BY incident_id DESC))[1] AS detail
@@ -339,37 +339,20 @@ WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Incidents:
-    """Recent incidents of one kind: how many, about how many subjects, and facts about the newest subjects."""
+def _incidents(run: Executor) -> dict[tuple[str, bool], Row]:
+    """Return the recent incidents by kind, and by whether an undecided transaction needs their ledger.
 
-    incidents: int
-    subjects: int
-    facts: Sequence[Fact]
-
-
-def _incidents(run: Executor) -> dict[tuple[str, bool], _Incidents]:
-    """Return the recent incidents by kind, and by whether an undecided transaction needs their ledger."""
-    return {
-        (kind, is_open): _Incidents(
-            incidents,
-            count,
-            [
-                {"subject": subject, "newest": newest, "detail": detail}
-                for subject, detail, newest in zip(subjects, details, moments, strict=True)
-            ],
-        )
-        for kind, is_open, incidents, count, subjects, details, moments in run.rows(
-            _INCIDENTS, {"window": _EVENT_SECONDS}
-        )
-    }
+    `incidents`: their number. They are about so many `subjects`, and `facts` are about the newest ones.
+    """
+    found = run.objects(Row, _INCIDENTS, {"window": _EVENT_SECONDS})
+    return {(one.kind, one.open): one for one in found}
 
 
 def _of_incidents(
     state: BrokerState, kind: IncidentKind, severity: Severity = Severity.CRITICAL, *, is_open: bool = False
 ) -> Counted:
-    found = state.once(_incidents).get((kind, is_open), _Incidents(0, 0, ()))
-    return Counted([(severity, fact) for fact in found.facts], found.subjects)
+    found = state.once(_incidents).get((kind, is_open))
+    return Counted([(severity, fact) for fact in found.facts], found.subjects) if found else Counted([], 0)
 
 
 def incidents_to_settle(run: Executor) -> dict[str, int]:

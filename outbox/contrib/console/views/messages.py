@@ -18,7 +18,7 @@ from outbox.broker.database.executor import Row, time_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.broker_conditions import outages
 from outbox.broker.operations.conditions import Fact
-from outbox.broker.operations.listings import open_transaction
+from outbox.broker.operations.listings import may_run, open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, trace
 from outbox.broker.transaction.turns import silent_groups
@@ -124,7 +124,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             status=404,
         )
     return render(request, "message", _context(found, shown_one, paused) | {
-        "may_run": opened.may_run if opened else "",
+        "may_run": may_run(opened) if opened else "",
         "is_answered": is_answered,
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip

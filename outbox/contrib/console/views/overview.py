@@ -258,7 +258,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Sequencer",
         "leads" if broker.leader else "no leader",
-        _last_tick(broker, conditions)
+        f"last tick {duration(broker.last_tick_seconds_ago)} ago"
         + (f", process {broker.leading.pid} on {broker.leading.host}" if broker.leading else ""),
         f"{reverse('outbox:workers')}",
         tone_of(conditions, "Sequencer"),
@@ -273,11 +273,3 @@ def _among(groups: Sequence[Row], name: str) -> str:
 
 def _groups(groups: Sequence[Row]) -> str:
     return "1 group" if len(groups) == 1 else f"{len(groups)} groups"
-
-
-def _last_tick(broker: Overview, conditions: Sequence[Condition]) -> str:
-    """When the last tick was. The leader makes one only if there is something to queue, so an idle broker has none."""
-    said = f"last tick {duration(broker.last_tick_seconds_ago)} ago"
-    is_late = any(one.name in ("no_sequencer", "ticks_late", "unreachable") for one in conditions)
-    is_idle = broker.leader is not None and not is_late and broker.last_tick_seconds_ago > _IDLE_SECONDS
-    return f"{said}: no message to queue since then" if is_idle else said
