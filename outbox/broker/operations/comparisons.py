@@ -231,6 +231,7 @@ class MissingTransactions:
 class GroupPosition:
     """A queue of a topic, and a group's position on this queue.
 
+    `floor`: the group has handled no entry before this offset, or retention has removed it.
     `moved`: the number of entries that resets have skipped, minus the number of entries that resets made the group read
     again.
     """
@@ -245,7 +246,8 @@ class GroupPosition:
 
 _PASSED = Statement(
     """
-SELECT queue.queue_id, known.group_id, known.generation, queue.floor, newest.next_offset, newest.moved
+SELECT queue.queue_id, known.group_id, known.generation, greatest(queue.floor, newest.start_offset) AS floor,
+       newest.next_offset, newest.moved
 FROM {schema}.consumer_group known
 JOIN {schema}.subscription USING (group_id)
 JOIN {schema}.topic USING (topic_id)
