@@ -39,7 +39,6 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "outbox.contrib.django",
     "outbox.contrib.console",
-    "outbox.contrib.console.followers",
     "outbox.contrib.erasure",
     "outbox.contrib.events",
     "outbox.contrib.reconciliation",

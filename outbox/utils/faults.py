@@ -63,10 +63,6 @@ POINTS: Final = (
     "consumer.after_offset",
     "consumer.before_send_back",
     "consumer.after_send_back",
-    "rename.reserved",
-    "rename.copying",
-    "rename.copied",
-    "rename.renamed",
 )
 
 

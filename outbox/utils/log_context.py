@@ -106,11 +106,6 @@ def is_handling() -> bool:
     return bool(_handled.get())
 
 
-def handled() -> Sequence[Delivery]:
-    """Return the deliveries of the handler that the caller runs in; none outside of handlers."""
-    return _handled.get()
-
-
 def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
     first = deliveries[0]
     return {

@@ -143,17 +143,6 @@ def lock_held(world: World) -> None:
 
 
 @fault("warning")
-def open_since_resync(world: World) -> None:
-    """A publishing transaction is open across a restore."""
-    session = world.session("a forgotten one")
-    session.execute("BEGIN")
-    session.execute("INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
-                    " VALUES (gen_random_uuid(), 'R', 'P', '{}')")  # fmt: skip
-    world.sql("SELECT pg_current_xact_id()")
-    world.sql("INSERT INTO outbox.resync VALUES (2, 'restored', pg_current_snapshot())")
-
-
-@fault("warning")
 def space(world: World) -> None:
     """The broker's tables become larger than the threshold."""
     world.limits(SPACE_BYTES=(1, None))

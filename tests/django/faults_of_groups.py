@@ -45,16 +45,8 @@ def lag(world: World) -> None:
     world.age(120)
 
 
-@fault("warning")
-def topic_near_limit(world: World) -> None:
-    """A group is behind by nine tenths of what the topic allows."""
-    world.sql("UPDATE outbox.topic SET backlog_limit = 10 WHERE name = 'orders'")
-    world.subscribe()
-    world.publish(9)
-
-
 @fault("critical")
-def topic_over_limit(world: World) -> None:
+def topic_limit(world: World) -> None:
     """A group is further behind than the topic allows, so the topic takes no messages."""
     world.sql("UPDATE outbox.topic SET backlog_limit = 2 WHERE name = 'orders'")
     world.subscribe()

@@ -1,10 +1,15 @@
-"""Shared helpers that use the broker."""
+"""Shared helpers that use the broker, and commands."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
+from typing import Any
 from uuid import uuid4
+
+from django.core.management import call_command
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.leading import Sequencer
@@ -35,3 +40,25 @@ def end_messages_lost() -> Iterator[None]:
         flush(within_seconds=5)
     finally:
         faults.arm("")
+
+
+def ended(*arguments: str) -> tuple[int, str]:
+    """The exit code and the output of a command."""
+    out, code = StringIO(), 0
+    try:
+        call_command(*arguments, stdout=out, no_color=True)
+    except SystemExit as end:
+        code = int(str(end.code))
+    return code, out.getvalue()
+
+
+def call(*arguments: str) -> str:
+    """The output of a command that ends with 0."""
+    code, said = ended(*arguments)
+    assert code == 0, said
+    return said
+
+
+def call_json(*arguments: str) -> Any:
+    """The JSON that a command prints."""
+    return json.loads(call(*arguments, "--json"))

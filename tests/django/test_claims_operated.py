@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from io import StringIO
 from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
 from django.core.checks import run_checks
-from django.core.management import call_command
 from django.db import connections
 from django.urls import reverse
 
@@ -27,7 +25,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
+from tests.django.support import call, sequence
 from tests.django.urls import Refused
 from tests.part_apps import has
 
@@ -63,12 +61,6 @@ class Charging:
 def consume() -> None:
     sequence()
     consumer_runtime().run_once()
-
-
-def call(*arguments: str) -> str:
-    out = StringIO()
-    call_command(*arguments, stdout=out)
-    return out.getvalue()
 
 
 def forget_old_rows() -> None:

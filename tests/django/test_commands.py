@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connections, transaction
+from django.db import connections
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
@@ -30,19 +27,9 @@ from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
+from tests.django.support import call, call_json, ended, sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
-
-
-def call(*arguments: str) -> str:
-    out = StringIO()
-    call_command(*arguments, stdout=out, no_color=True)
-    return out.getvalue()
-
-
-def call_json(*arguments: str) -> Any:
-    return json.loads(call(*arguments, "--json"))
 
 
 def consume() -> None:
@@ -57,20 +44,6 @@ def _effects(no_subscribers: None) -> None:
         if delivery.tag == "poison":
             raise PermanentError("cannot ever work")
         Effect.objects.create(number=delivery.key)
-
-
-@pytest.mark.usefixtures("_effects")
-def test_trace_follows_a_message_to_its_group() -> None:
-    with transaction.atomic():
-        receipt = publish("orders", {}, key="traced")
-    consume()
-    found = call_json("outbox_message", "show", str(receipt.message_id))
-    assert found["messages"][0]["key"] == "traced"
-    assert found["decision"]["decision"] == "C"
-    assert [entry["group"] for entry in found["entries"]] == ["effects"]
-    assert "key traced" in call("outbox_message", "show", str(receipt.transaction_id))
-    with pytest.raises(CommandError, match="has no message"):
-        call("outbox_message", "show", str(uuid4()))
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\nPROBLEM: forged\r"
@@ -90,7 +63,7 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
         ["outbox_status"],
     ):
         for more in ([], ["--json"]):
-            text = call(*arguments, *more) if arguments != ["outbox_status"] else failing_status(*more)
+            _, text = ended(*arguments, *more)
             assert text.replace("\n", "").isprintable(), (arguments, more)
             assert "\nPROBLEM: forged" not in text
     assert r"\x1b[2J" in call("outbox_message", "show", str(receipt.message_id))
@@ -98,13 +71,6 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
     with pytest.raises(CommandError) as caught:
         call("outbox_group", "pause", HOSTILE)
     assert str(caught.value).replace("\n", "").isprintable()
-
-
-def failing_status(*arguments: str) -> str:
-    out = StringIO()
-    with pytest.raises(SystemExit):
-        call_command("outbox_status", *arguments, stdout=out, no_color=True)
-    return out.getvalue()
 
 
 def test_commands_print_by_what_makes_it_inert() -> None:
@@ -127,42 +93,6 @@ def test_a_project_without_addresses_lists_processes_with_their_groups(settings:
     assert group_link("mail") == "mail"
 
 
-def test_topics() -> None:
-    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "orders")
-    assert (topic["queue_count"], topic["key_lock"]) == (4, True) and "NORMAL" in topic["types"]
-    assert "orders" in call("outbox_topic", "list")
-
-
-@pytest.mark.usefixtures("_effects")
-def test_groups_are_listed_paused_and_moved() -> None:
-    for number in range(4):
-        publish("orders", {}, key=f"n{number}", at_once=True)
-    consume()
-    listed = call_json("outbox_group", "offsets", "effects")
-    assert {(queue["lag"], queue["stopped"]) for queue in listed} == {(0, None)}
-
-    planned = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
-    assert "The group gets 4 messages again" in planned["effect"] and sum(planned["before"].values()) == 4
-    assert "Nothing was changed" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
-    call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
-    assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
-    consume()
-    assert Effect.objects.count() == 4, "the inbox has them"
-    call("outbox_group", "reset", "effects", "orders", "--to-earliest", "--reprocess", "--no-input")
-    consume()
-    assert Effect.objects.count() == 8
-
-    call("outbox_group", "pause", "effects")
-    publish("orders", {}, key="waits", at_once=True)
-    consume()
-    assert Effect.objects.count() == 8
-    call("outbox_group", "resume", "effects")
-    call("outbox_group", "reset", "effects", "orders", "--to-latest", "--no-input")
-    consume()
-    assert Effect.objects.count() == 8
-    assert "orders" in call("outbox_group", "offsets", "effects")
-
-
 def test_bad_input_is_explained() -> None:
     cases: list[tuple[list[str], str]] = [
         (["outbox_group", "pause", "nobody"], "'nobody' is not known"),
@@ -182,28 +112,12 @@ def test_bad_input_is_explained() -> None:
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--drain"], "pass only one of the two options"),
         (["outbox_message", "show", "not-an-id"], "invalid UUID"),
+        (["outbox_message", "show", str(uuid4())], "has no message"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ]
     for arguments, complaint in cases:
         with pytest.raises(CommandError, match=complaint):
             call(*arguments)
-
-
-@pytest.mark.usefixtures("_effects")
-def test_dead_letters_are_listed_and_replayed() -> None:
-    poison = publish("orders", {}, key="poison", tag="poison", at_once=True)
-    consume()
-    letters = call_json("outbox_dead_letter", "list", "effects")
-    assert [item["letter"]["key"] for item in letters] == ["poison"]
-    assert "cannot ever work" in letters[0]["letter"]["error"]
-    assert "poison" in call("outbox_dead_letter", "list")
-    assert "Deliver 1 dead letter again" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
-    assert "after: settled: 1" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
-    assert call("outbox_dead_letter", "list") == "none\n"
-    with pytest.raises(CommandError, match=r"0 of the 1 ids .* nothing was replayed"):
-        call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
-    consume()
-    assert "poison" in call("outbox_dead_letter", "list")
 
 
 def test_without_a_broker_commands_say_so(

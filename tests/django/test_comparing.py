@@ -161,6 +161,22 @@ def test_vanished_effects_are_counted_and_a_reset_brings_them_back() -> None:
     assert run_compare() == NOTHING
 
 
+def test_a_new_group_that_starts_at_the_end_has_lost_nothing_before_it() -> None:
+    """A comparison has run before the group had a position."""
+
+    @subscriber("payments", group="effects", start="latest")
+    def effect(delivery: Delivery) -> None: ...
+
+    _publish("before")
+    assert run_compare() == NOTHING
+    consumer_runtime().run_once()
+    _publish("after")
+    consumer_runtime().run_once()
+    assert run_compare() == NOTHING
+    InboxEntry.objects.all().delete()
+    assert run_compare() == CompareCounts(lost_effects=1)
+
+
 def test_what_has_no_inbox_row_for_a_reason_is_no_loss() -> None:
     """Filtered out, given up, passed over by a reset, handled before the first comparison."""
 

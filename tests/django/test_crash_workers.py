@@ -12,10 +12,9 @@ from typing import Final
 import pytest
 from django.db import transaction
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.utils import faults
 from tests.django.processes import forking, process
 from tests.django.shop.models import Effect, Order
@@ -40,8 +39,6 @@ WORKERS: Final = {
 ROLES: Final = {"sequencer": "broker", "check": "check", "consumer": "consumer"}
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"
-# test_group_rename.py kills there.
-RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
 # test_claims_processes.py kills there.
 CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -53,7 +50,7 @@ def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *RENAME_STEPS, UNIQUE_STEP, RESYNC]
+    elsewhere = [*CLAIM_STEPS, UNIQUE_STEP, RESYNC]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 
@@ -110,8 +107,7 @@ def steps_by_key() -> dict[str, list[int]]:
 
 def differences() -> list[str]:
     """The equations of conservation that do not hold, and what is still on its way."""
-    with broker_connection() as (connection, schema):
-        counted = count_messages(Executor(connection, schema))
+    counted = on_broker(count_messages)
     on_its_way = [f"{group.name}: lag {group.lag}" for group in counted.groups.values() if group.lag]
     return [*counted.differences(), *on_its_way]
 

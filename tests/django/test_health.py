@@ -9,13 +9,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from io import StringIO
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import call_command
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
@@ -29,15 +27,15 @@ from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.operations.watching import look, probe
+from outbox.contrib.django.operations.watching import probe
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.roles import prepare_health_files
-from outbox.errors import ConfigurationError
 from outbox.utils import heartbeat
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.operators import client_of, make_user
+from tests.django.support import ended
 from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -53,13 +51,9 @@ def led(databases: None) -> None:
 
 
 def health(*arguments: str) -> tuple[int, str]:
-    out = StringIO()
-    try:
-        asked = () if {"--live", "--ready"} & set(arguments) else ("--probe",)
-        call_command("outbox_status", *asked, *arguments, stdout=out, no_color=True)
-    except SystemExit as ended:
-        return int(str(ended.code)), out.getvalue().strip()
-    return 0, out.getvalue().strip()
+    asked = () if {"--live", "--ready"} & set(arguments) else ("--probe",)
+    code, said = ended("outbox_status", *asked, *arguments)
+    return code, said.strip()
 
 
 def test_the_probe_by_command(led: None) -> None:
@@ -182,23 +176,6 @@ def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monke
     assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
     beat(monkeypatch, left, "broker", ready=True)
     assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
-
-
-def test_a_role_without_the_right_gets_the_missing_grant(led: None) -> None:
-    name = f"blind_{uuid4().hex}"
-    entry = connections["broker"].settings_dict
-    user, options = entry["USER"], entry["OPTIONS"]
-    with closing(broker_database().connect()) as connection:
-        connection.execute(f'CREATE ROLE "{name}"'.encode())
-        try:
-            connection.execute(f'GRANT USAGE ON SCHEMA outbox TO "{name}"'.encode())
-            connection.execute(f'GRANT SELECT ON outbox.schema_version TO "{name}"'.encode())
-            entry["OPTIONS"] = {**options, "options": f"-c role={name}"}
-            with pytest.raises(ConfigurationError, match=r"outbox_doctor --for publish.* names the missing rights"):
-                look()
-        finally:
-            entry["USER"], entry["OPTIONS"] = user, options
-            connection.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:

@@ -19,13 +19,13 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
 from outbox.contrib.django.engine.broker import flush, reset_broker
-from outbox.contrib.django.ledger import ledger, renaming
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.ledger.pruning import prune_inboxes
 from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
+from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError
 from outbox.ports import Disposition
 from outbox.utils import faults
 from outbox.utils.ids import uuid7
@@ -300,16 +300,6 @@ def test_old_rows_of_the_inbox_are_pruned() -> None:
     InboxEntry.objects.using(ALIAS).update(handled_at=datetime.now(UTC) - timedelta(days=20))
     assert prune_inboxes(older_than=datetime.now(UTC) - timedelta(days=14)).inbox == 1
     assert not InboxEntry.objects.using(ALIAS).exists()
-
-
-def test_a_rename_waits_for_handlers_that_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renaming, "PATIENCE_SECONDS", 0.1)
-    with closing(open_connection(ALIAS)) as own:
-        with transaction.atomic(using=ALIAS):
-            InboxEntry.objects.using(ALIAS).create(group="effects", generation=1, message_id=uuid7())
-            with pytest.raises(UsageError, match="does not end"):
-                renaming.wait_for_writers(own)
-        renaming.wait_for_writers(own)
 
 
 # -- checks --------------------------------------------------------------------------------------------

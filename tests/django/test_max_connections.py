@@ -11,7 +11,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.django.conftest import point_alias
 from tests.django.fourteen import GROUPS
 from tests.django.processes import process
 from tests.django.shop.models import Effect
+from tests.django.support import ended
 from tests.support import eventually
 
 REFUSALS = ("too many clients", "remaining connection slots", "too many connections")
@@ -91,10 +91,8 @@ class Shop:
             yield started
 
     def status(self) -> dict[str, Any]:
-        out = StringIO()
-        with contextlib.suppress(SystemExit):
-            call_command("outbox_status", "--json", stdout=out)
-        return {one["name"]: one for one in json.loads(out.getvalue())["conditions"]}
+        _, said = ended("outbox_status", "--json")
+        return {one["name"]: one for one in json.loads(said)["conditions"]}
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:

@@ -56,10 +56,10 @@ def test_another_name_is_warned_about_by_the_check_and_at_the_start(caplog: pyte
     assert "'shipping'" in found.msg
     assert found.hint is not None
     assert "start='earliest'" in found.hint
-    assert "`outbox_group rename shipping dispatch`" in found.hint
+    assert "is 'shipping' under another name, give it the former name" in found.hint
     with caplog.at_level(logging.WARNING):
         runtime = consumer_runtime()
-    assert "outbox_group rename shipping dispatch" in caplog.text
+    assert "is 'shipping' under another name" in caplog.text
     runtime.run_once()
     assert warned() == [], "it is not new any more"
 
@@ -81,4 +81,4 @@ def test_a_new_group_is_not_taken_for_one_that_still_exists() -> None:
     [found] = warned()
     assert "'points'" in found.msg
     assert found.hint is not None
-    assert "rename" not in found.hint
+    assert "another name" not in found.hint

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from io import StringIO
 from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from django.core.management import call_command
 from django.db import connections
 from django.utils import timezone
 
@@ -42,7 +40,7 @@ from outbox.erased import ERASED_CONTENT_TYPE
 from outbox.errors import PermanentError
 from outbox.events import declaration, event
 from tests.django.broker_world import World, new_world
-from tests.django.support import sequence
+from tests.django.support import ended, sequence
 from tests.part_apps import has
 from tests.support import eventually
 
@@ -347,12 +345,9 @@ def test_a_broker_that_does_not_execute_a_statement_is_not_called_away(
         assert "does not answer" not in one.text and "publishing fails" not in one.text
         assert reason in one.text
         assert "timeout" in one.next_step and "server runs" not in one.next_step
-    out = StringIO()
-    with pytest.raises(SystemExit) as ended:
-        call_command("outbox_status", stdout=out, no_color=True)
-    assert ended.value.code == Severity.CRITICAL
-    assert "did not answer" not in out.getvalue()
-    assert "every other condition is unknown" in out.getvalue()
+    code, said = ended("outbox_status")
+    assert code == Severity.CRITICAL
+    assert "did not answer" not in said and "every other condition is unknown" in said
 
 
 def test_people_see_the_beginning_of_a_long_error_and_json_has_all_of_it() -> None:

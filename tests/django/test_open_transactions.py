@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
-from io import StringIO
-from typing import Any
 
 import psycopg
 import pytest
@@ -15,7 +12,6 @@ from django.db import transaction
 
 from outbox import Delivery
 from outbox.contrib.django import (
-    fenced_producer,
     message,
     publish,
     publish_messages,
@@ -26,11 +22,11 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
-from outbox.errors import LeftoversUndecided
 from outbox.utils import faults
 from tests.broker.support import let_time_pass
 from tests.django.state import rolled_back
-from tests.django.test_fenced_producers import in_thread, send
+from tests.django.support import call, call_json
+from tests.django.test_fenced_producers import in_thread
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -46,61 +42,23 @@ def undecided() -> Iterator[None]:
         faults.arm("")
 
 
-def said(*arguments: str) -> Any:
-    out = StringIO()
-    call_command(*arguments, "--json", stdout=out)
-    return json.loads(out.getvalue())
-
-
-def text(*arguments: str) -> str:
-    out = StringIO()
-    call_command(*arguments, stdout=out)
-    return out.getvalue()
-
-
 def test_open_ones_are_listed_before_and_after_the_half_scan() -> None:
     with rolled_back():
         publish_messages([message(topic, 1, key="a") for topic in ("orders", "steps", "orders")])
     publish("orders", 1, key="decided", at_once=True)
     with transaction.atomic():
         publish("orders", 1, key="running")
-        [new, other] = said("outbox_transaction", "list")
+        [new, other] = call_json("outbox_transaction", "list")
         assert (new["state"], new["messages"], new["topics"]) == ("new", 3, ["orders", "steps"])
-        assert said("outbox_transaction", "list", "--limit", "1", "--after", new["transaction_id"]) == [other]
-        assert "may be more" in text("outbox_transaction", "list", "--limit", "1")
+        assert call_json("outbox_transaction", "list", "--limit", "1", "--after", new["transaction_id"]) == [other]
+        assert "may be more" in call("outbox_transaction", "list", "--limit", "1")
         in_thread(run_check_back)
-        [waiting] = said("outbox_transaction", "list")
+        [waiting] = call_json("outbox_transaction", "list")
         assert (waiting["transaction_id"], waiting["state"]) == (other["transaction_id"], "waiting")
         assert "still running" in waiting["last_answer"]
-    assert said("outbox_transaction", "list", "--group", "nobody") == []
+    assert call_json("outbox_transaction", "list", "--group", "nobody") == []
     flush(within_seconds=10)
-    assert said("outbox_transaction", "list") == []
-
-
-def test_those_of_a_fenced_producer_are_marked() -> None:
-    older = fenced_producer("nightly")
-    with transaction.atomic():
-        send(older, "slow", at_once=False)
-        with pytest.raises(LeftoversUndecided):
-            in_thread(lambda: fenced_producer("nightly", wait_seconds=0.1))
-        publish("orders", 1, key="another")
-        [one] = said("outbox_transaction", "list", "--transactional-id", "nightly")
-    assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("nightly", 1, True)
-
-
-def test_one_is_shown_with_its_messages_and_answers() -> None:
-    with transaction.atomic():
-        receipt = publish("orders", 1, key="4711")
-        in_thread(run_check_back)
-        found = said("outbox_message", "show", str(receipt.transaction_id))
-        assert [(item["topic"], item["key"]) for item in found["messages"]] == [("orders", "4711")]
-        assert [answer["answer"] for answer in found["answers"]] == ["UNKNOWN"]
-        assert found["decision"] is None and found["pending"]["parked_at"] is None
-        shown = text("outbox_message", "show", str(receipt.transaction_id))
-        assert "4711" in shown
-        assert "still running" in shown
-    flush(within_seconds=10)
-    assert said("outbox_message", "show", str(receipt.transaction_id))["decision"]["decision"] == "C"
+    assert call_json("outbox_transaction", "list") == []
 
 
 def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: str) -> None:
@@ -108,21 +66,22 @@ def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: st
     with rolled_back():
         publish("orders", {"n": 2}, key="lost")
     publish("payments", {"n": 3}, key="elsewhere", at_once=True)
-    assert [(one["key"], one["state"], one["body"]) for one in said("outbox_message", "list", "orders")] == [
+    assert [(one["key"], one["state"], one["body"]) for one in call_json("outbox_message", "list", "orders")] == [
         ("sent", "committed", '{"n":1}')
     ]
+    every = call_json("outbox_message", "list", "orders", "--uncommitted")
     expected = {"sent": "committed", "lost": "undecided"} if path == "two_phase" else {"sent": "committed"}
-    assert {one["key"]: one["state"] for one in said("outbox_message", "list", "orders", "--uncommitted")} == expected
+    assert {one["key"]: one["state"] for one in every} == expected
 
 
 def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
     for number in range(5):
         publish("orders", number, key=number, at_once=True)
-    first = said("outbox_message", "list", "orders", "--limit", "2")
-    rest = said("outbox_message", "list", "orders", "--after", str(first[-1]["log_id"]))
+    first = call_json("outbox_message", "list", "orders", "--limit", "2")
+    rest = call_json("outbox_message", "list", "orders", "--after", str(first[-1]["log_id"]))
     assert [one["key"] for one in first + rest] == list("43210")
-    assert f"--after {first[-1]['log_id']}" in text("outbox_message", "list", "orders", "--limit", "2")
-    assert said("outbox_message", "list", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
+    assert f"--after {first[-1]['log_id']}" in call("outbox_message", "list", "orders", "--limit", "2")
+    assert call_json("outbox_message", "list", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
     with pytest.raises(CommandError, match="nowhere"):
         call_command("outbox_message", "list", "nowhere")
 
@@ -187,4 +146,4 @@ def test_an_abandoned_half_delays_no_other(
         publish("steps", 1, key=f"other-{number}", at_once=True)
     drain()
     assert sorted(seen) == sorted(f"other-{number}" for number in range(20))
-    assert [one["transaction_id"] for one in said("outbox_transaction", "list")] == [str(left.transaction_id)]
+    assert [one["transaction_id"] for one in call_json("outbox_transaction", "list")] == [str(left.transaction_id)]

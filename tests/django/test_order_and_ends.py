@@ -16,10 +16,9 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Decision
-from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, on_broker
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
@@ -205,8 +204,7 @@ def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
 def test_force_goes_past_the_ledger() -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="running")
-        with broker_connection() as (connection, schema):
-            found = find_undecided(Executor(connection, schema), receipt.transaction_id)
+        found = on_broker(find_undecided, receipt.transaction_id)
         assert found is not None
         assert (found.message.key, found.producer_group) == ("running", get_settings().producer_group)
         with pytest.raises(CommandError, match="still running"):

@@ -13,16 +13,15 @@ from django.db import connections, transaction
 from django.urls import reverse
 
 from outbox import Delivery, Message
-from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import message, publish, publish_messages, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
+from tests.django.support import call, sequence
 from tests.part_apps import has
 
 pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
@@ -46,9 +45,7 @@ def consume() -> None:
 
 
 def redeliver(message_id: UUID, group: str, *options: str) -> str:
-    out = StringIO()
-    call_command("outbox_message", "redeliver", str(message_id), "--group", group, "--no-input", *options, stdout=out)
-    return out.getvalue()
+    return call("outbox_message", "redeliver", str(message_id), "--group", group, "--no-input", *options)
 
 
 def effects() -> list[str]:
@@ -57,8 +54,7 @@ def effects() -> list[str]:
 
 def counted(group: str) -> dict[str, int]:
     """The group's terms; every equation holds."""
-    with broker_connection() as (connection, schema):
-        counts = count_messages(Executor(connection, schema))
+    counts = on_broker(count_messages)
     assert counts.differences() == []
     found = counts.groups[group]
     return {name: getattr(found, name) for name in ("queued", "handled", "retrying", "dead", "discarded")}

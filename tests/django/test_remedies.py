@@ -24,8 +24,7 @@ from outbox.contrib.django.database.aliases import alias_conninfo, broker_connec
 from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults
 from tests.django.shop.models import Effect, Order
-from tests.django.state import stored
-from tests.django.test_repair import consume, handle_all, park, subscribe, undecided
+from tests.django.test_repair import consume, handle_all, park, subscribe
 
 pytestmark = [
     pytest.mark.usefixtures("databases", "no_subscribers", "no_events"),
@@ -91,47 +90,6 @@ def command_in(remedy: str, name: str) -> list[str]:
     """The arguments of the command `name` that a remedy prints."""
     (printed,) = [text for text in re.findall(r"`python manage.py ([^`]+)`", remedy) if text.startswith(name)]
     return shlex.split(printed)
-
-
-@pytest.mark.parametrize(
-    ("by", "is_parked"),
-    [
-        ("plan", True),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("hand", True), ("hand", False), ("plan", False)]),
-    ],
-)
-def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, by: str, is_parked: bool) -> None:
-    """There are also committed messages of the same keys, older and newer ones."""
-    subscribe()
-    Order.objects.create(number="1")
-    dead = publish("orders", {}, key="1", at_once=True).message_id
-    consume()
-    Effect.objects.create(number="mended")
-    publish("orders", {}, key="1", at_once=True)
-    Order.objects.create(number="3")
-    publish("orders", {}, key="3", at_once=True)
-    Order.objects.filter(number="3").delete()
-    half = undecided("3")["transaction_id"]
-    if is_parked:
-        park()
-    publish("orders", {}, key="3", at_once=True)
-    flush(within_seconds=5)
-    consume()
-    found = {(each["key"], each["class"]): each for each in findings(tmp_path)}
-    stuck, letter = found["3", "HALF_STUCK"], found["1", "DEAD"]
-    assert (stuck["transaction_id"], letter["message_id"]) == (half, str(dead))
-    if by == "hand":
-        for finding, name in ((stuck, "outbox_transaction decide"), (letter, "outbox_dead_letter replay")):
-            call_command(*command_in(finding["remedy"], name), stdout=StringIO())
-    else:
-        out = StringIO()
-        with contextlib.suppress(SystemExit):  # Its exit code says that the plan has steps that it only reports.
-            call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", stdout=out)
-        assert out.getvalue().count(": done: ") == 2, out.getvalue()
-    assert [item.decision for item in stored() if str(item.message_id) == half] == ["C"]
-    for _ in range(3):
-        consume()
-    assert sorted(Effect.objects.exclude(number="mended").values_list("number", flat=True)) == ["1", "1", "3", "3", "3"]
 
 
 def test_every_command_of_a_remedy_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,8 @@ from outbox.errors import OutboxError
 from outbox.transaction import Decision, EndStatus, EndTransaction
 from tests.django.operators import ALL, client_of, command_of, make_user
 from tests.django.shop.models import Effect, Order
-from tests.django.support import sequence
-from tests.django.test_poolers import behind
+from tests.django.support import ended, sequence
 from tests.part_apps import has
-from tests.pooler import PROGRAM, VERSIONS
 from tests.support import eventually
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "roles.md"
@@ -311,51 +309,6 @@ def _table() -> list[list[str]]:
 @pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.slow)], indirect=True)
 def test_the_table_of_the_page(logins: dict[Role, str]) -> None:
     """Each operation as each login; the same on both paths."""
-    _compare_with_the_page(logins)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed")
-def test_the_table_of_the_page_behind_a_pooler(
-    logins: dict[Role, str], server_url: str, outbox_settings: Callable[..., None]
-) -> None:
-    """In transaction mode, each login with connections of its own."""
-    outbox_settings(LISTEN_URL="")
-    with behind(server_url, VERSIONS["old"], logins=logins.values()):
-        _compare_with_the_page(logins)
-
-
-@pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed")
-@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
-def test_the_roles_share_the_work_behind_a_pooler(
-    logins: dict[Role, str], server_url: str, outbox_settings: Callable[..., None]
-) -> None:
-    """A web process publishes, a worker handles, a reader looks; each has the rights of its own login and no others."""
-    outbox_settings(LISTEN_URL="")
-    before = Effect.objects.count()
-    with behind(server_url, VERSIONS["old"], size=2, logins=logins.values()):
-        for turn in range(2):
-            _connect_as(logins[Role.PUBLISH])
-            _in_transaction()
-            assert not _is_allowed(OPERATIONS["read a body"])
-            assert not _is_allowed(_consume)
-            _connect_as(logins[Role.WATCH])
-            assert _is_allowed(OPERATIONS["`outbox_status`"])
-            assert not _is_allowed(_in_transaction)
-            _connect_as(logins[Role.WORK])
-            _consume()
-            assert Effect.objects.count() == before + turn + 1
-            assert not _is_allowed(OPERATIONS["change a table of the broker"])
-            _connect_as(logins[Role.OWN])
-            _upgrade()
-        for role in Role:
-            _connect_as(logins[role])
-            out = StringIO()
-            call_command("outbox_doctor", "--for", str(role), "--json", stdout=out)
-            assert [one for one in json.loads(out.getvalue()) if one["severity"] != "ok"] == []
-
-
-def _compare_with_the_page(logins: dict[Role, str]) -> None:
     made: list[Sequence[str]] = []
     for name, operation in OPERATIONS.items():
         cells = [name]
@@ -375,17 +328,12 @@ def _compare_with_the_page(logins: dict[Role, str]) -> None:
 def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, str]) -> None:
     for role in Role:
         _connect_as(logins[role])
-        out = StringIO()
-        call_command("outbox_doctor", "--for", str(role), "--json", stdout=out)
-        found = json.loads(out.getvalue())
+        found = _examined(role)
         subjects = {one["name"] for one in found}
         assert {f"rights to {role}", f"rights to {role} on 'default'", f"rights to {role} on 'other'"} <= subjects
         assert [one for one in found if one["severity"] != "ok"] == []
     _connect_as(logins[Role.WATCH])
-    out = StringIO()
-    with pytest.raises(SystemExit, match="2"):
-        call_command("outbox_doctor", "--for", "work", "--json", stdout=out)
-    lacking = {one["name"]: one["next_step"] for one in json.loads(out.getvalue())}
+    lacking = {one["name"]: one["next_step"] for one in _examined("work")}
     assert 'GRANT INSERT ON outbox.commit_log TO "outbox_test_watch";' in lacking["rights to work"]
     assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
 
@@ -408,10 +356,8 @@ def test_the_doctor_warns_of_a_publisher_with_rights_on_tables_of_the_applicatio
 
 def _examined(*role: str) -> list[dict[str, Any]]:
     """The findings of the doctor, for this role or without `--for`."""
-    out = StringIO()
-    with contextlib.suppress(SystemExit):
-        call_command("outbox_doctor", *(["--for", *role] if role else []), "--json", stdout=out)
-    found: list[dict[str, Any]] = json.loads(out.getvalue())
+    _, said = ended("outbox_doctor", *(["--for", *role] if role else []), "--json")
+    found: list[dict[str, Any]] = json.loads(said)
     return found
 
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import call_command
 from django.test import Client
 
 from outbox.broker.operations.conditions import Severity
@@ -23,7 +21,8 @@ from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import look, probe
 from tests.django.broker_world import FAULTS, SEVERITIES, World, new_world
 from tests.django.operators import ALL, client_of, make_user
-from tests.house.alerts import ALERTS, alert_name
+from tests.django.support import ended
+from tests.house.alerts import alert_name
 from tests.part_apps import has
 from tests.prometheus import promtool
 from tests.support import eventually
@@ -48,16 +47,6 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
         model.objects.all().delete()
 
 
-def status(*arguments: str) -> tuple[int, str]:
-    """Exit code and output."""
-    out = StringIO()
-    try:
-        call_command("outbox_status", *arguments, stdout=out, no_color=True)
-    except SystemExit as ended:
-        return int(str(ended.code)), out.getvalue()
-    return 0, out.getvalue()
-
-
 def words(page: str) -> str:
     """The text that an operator reads."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("`", " ").split())
@@ -71,7 +60,7 @@ def samples(text: str) -> dict[str, float]:
 
 def test_a_healthy_broker_has_no_condition(world: World) -> None:
     assert look().verdict.conditions == []
-    code, text = status()
+    code, text = ended("outbox_status")
     assert (code, text.splitlines()[0]) == (0, "nothing needs attention")
     assert probe().is_healthy
 
@@ -99,7 +88,7 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str) -
 
 def stated() -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit code of the command, and the conditions by name."""
-    code, text = status("--json")
+    code, text = ended("outbox_status", "--json")
     said = json.loads(text)
     assert code == {"none": 0, "warning": 1, "critical": 2}[said["severity"]]
     return code, {one["name"]: one for one in said["conditions"]}
@@ -121,7 +110,7 @@ def test_every_surface_shows_the_same_conditions(world: World) -> None:
     code, found = stated()
     assert code == Severity.CRITICAL and set(SHOWN) <= set(found)
     assert {"warning", "critical"} == {one["severity"] for one in found.values()}
-    _, text = status()
+    _, text = ended("outbox_status")
     seen = Client().get("/outbox/status/", headers={"Authorization": "Bearer s3cret"})
     assert seen.status_code == 503
     shown = {one["name"]: one for one in seen.json()["conditions"]}
@@ -136,14 +125,6 @@ def test_every_surface_shows_the_same_conditions(world: World) -> None:
             assert words(catalogue()[name].meaning) in page and words(catalogue()[name].next_step) in page
         if scraped:
             assert scraped[f'outbox_condition{{name="{name}"}}'] == Severity[one["severity"].upper()]
-
-
-@pytest.mark.skipif(not has("prometheus"), reason="a part that is not there")
-def test_every_condition_has_an_alert_about_its_series() -> None:
-    for name in catalogue():
-        rule = ALERTS.read_text().split(f"alert: {alert_name(name)}\n")[1]
-        expression = json.loads(rule.split("expr: ")[1].splitlines()[0])
-        assert expression.startswith(f'max by (broker, name) (outbox_condition{{name="{name}"}}) > 0 or ')
 
 
 @pytest.mark.skipif(promtool.PROGRAM is None or not has("prometheus"), reason="needs promtool and the alerts")
@@ -177,19 +158,6 @@ def test_a_row_that_another_session_keeps_locked(world: World) -> None:
         eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the waiting session")
         assert holder("a console")["session"] == f"session {session.info.backend_pid}"
         assert holder("a console")["state"] == "idle in transaction" and holder("a console")["query_start"]
-        session.execute("ROLLBACK")
-        blocked.result(20)
-
-
-def test_a_migration_that_waits_blocks_readers_and_its_blocker_is_named(world: World) -> None:
-    session, migration = world.session("a report"), world.session("a migration")
-    session.execute("BEGIN")
-    session.execute("SELECT FROM outbox.consumer_group")
-    with ThreadPoolExecutor(1) as pool:
-        locking = "BEGIN; LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE; ROLLBACK"
-        blocked = pool.submit(migration.execute, locking)
-        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the migration")
-        assert holder("a report")["session"] == f"session {session.info.backend_pid}"
         session.execute("ROLLBACK")
         blocked.result(20)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _SubParsersAction
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.core.management import load_command_class
 from django.core.management.base import CommandError
 from django.db import connections, transaction
 
@@ -19,7 +17,6 @@ from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
 from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
-from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.operations.watching import look
@@ -28,8 +25,8 @@ from outbox.errors import PermanentError
 from tests.django.broker_world import new_world
 from tests.django.faults import wrong_ledger
 from tests.django.state import decisions, rolled_back
-from tests.django.test_commands import call, call_json, consume
-from tests.part_apps import app_of
+from tests.django.support import call, call_json
+from tests.django.test_commands import consume
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -172,48 +169,6 @@ def test_one_dead_letter_is_shown_whole() -> None:
     assert "    and a second line\n" in text
     call("outbox_dead_letter", "discard", "effects", letter["message_id"], "--no-input")
     assert "discarded_at 2" in call("outbox_message", "show", letter["message_id"])
-
-
-@pytest.mark.usefixtures("_three_dead_of_two_groups")
-def test_groups_are_changed_first_without_effect() -> None:
-    for action, paused in (("pause", True), ("resume", False)):
-        assert call_json("outbox_group", action, "effects", "--dry-run")["dry_run"]
-        assert _paused("effects") is not paused
-        assert call_json("outbox_group", action, "effects")["after"]["paused"] is paused
-        assert _paused("effects") is paused
-
-
-def _paused(group: str) -> bool:
-    with broker_connection() as (connection, schema):
-        [found] = Executor(connection, schema).one(PAUSED, {"name": group})
-    return bool(found)
-
-
-# -- the same words everywhere ----------------------------------------------------------------------
-
-ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
-LISTED = {one.command.removeprefix("outbox_"): one for one in LISTINGS.values() if one.command}
-LOOKS = ["audit compare", "doctor", "message show", "status", *LISTED]
-PAGED = [name for name, one in LISTED.items() if one.after]
-
-
-def parsers() -> Iterator[tuple[str, ArgumentParser]]:
-    """Each command, and each action of those that have several."""
-    for name in ANSWERS:
-        parser = load_command_class(app_of(f"outbox_{name}"), f"outbox_{name}").create_parser("manage.py", name)
-        inner = [action for action in parser._actions if isinstance(action, _SubParsersAction)]
-        yield from (
-            ((f"{name} {choice}", one) for choice, one in inner[0].choices.items()) if inner else [(name, parser)]
-        )
-
-
-def test_commands_have_the_same_options() -> None:
-    for name, parser in parsers():
-        options = set(parser._option_string_actions)
-        assert "--json" in options, name
-        for option in ("--dry-run", "--no-input", "--reason"):
-            assert (option in options) is (name not in LOOKS), name
-        assert ({"--limit", "--after"} <= options) is (name in PAGED), name
 
 
 # -- conditions of events ------------------------------------------------------------------------------------------

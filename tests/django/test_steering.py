@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from io import StringIO
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import transaction
 
@@ -37,16 +35,11 @@ from outbox.errors import (
 )
 from tests.django.shop.models import Order
 from tests.django.state import decisions, stored
+from tests.django.support import call
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
 HOUR = 3600
-
-
-def call(*arguments: str) -> str:
-    out = StringIO()
-    call_command(*arguments, stdout=out, no_color=True)
-    return out.getvalue()
 
 
 def scheduled() -> list[str]:

@@ -45,13 +45,6 @@ def fire(folder: Path, samples: Samples, expected: Mapping[str, list[dict[str, A
     _test(folder, [(samples, {"alert_rule_test": asked})], rule_files=[str(ALERTS)])
 
 
-def gives(folder: Path, samples: Samples, expression: str, expected: float) -> None:
-    """After ten minutes of these samples the sum of the expression's series has this value."""
-    value = [{"labels": "{}", "value": expected}]
-    wanted = {"promql_expr_test": [{"expr": f"sum({expression})", "eval_time": "10m", "exp_samples": value}]}
-    _test(folder, [(samples, wanted)])
-
-
 def _test(folder: Path, tests: Sequence[tuple[Samples, Mapping[str, Any]]], **files: Any) -> None:
     assert PROGRAM is not None
     case = {

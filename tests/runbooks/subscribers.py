@@ -11,6 +11,7 @@ from outbox.subscription import Mode
 from tests.django.shop.models import Effect
 
 GROUP = os.environ.get("SHOP_GROUP", "mails")
+START = os.environ.get("SHOP_START", "earliest")
 MODE = Mode(os.environ.get("SHOP_MODE", "concurrent"))
 TOPICS = os.environ.get("SHOP_TOPICS", "orders").split()
 RETRY = RetryPolicy(delays_seconds=[0.5], max_attempts=200)
@@ -23,6 +24,6 @@ def mail(delivery: Delivery) -> None:
 
 for topic in TOPICS:
     if MODE is Mode.CONCURRENT:
-        subscriber(topic, group=GROUP, mode=MODE, retry=RETRY)(mail)
+        subscriber(topic, group=GROUP, mode=MODE, start=START, retry=RETRY)(mail)
     else:
         subscriber(topic, group=GROUP, mode=MODE)(mail)

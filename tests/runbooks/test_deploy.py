@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import http.client
 import json
@@ -152,16 +151,6 @@ def test_the_autoscaler_asks_the_figure_of_the_dashboard() -> None:
     assert kept["regex"] == f"{app};{port}"
 
 
-def test_the_autoscaler_alone_sets_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler, _ = documents(DEPLOY / "kubernetes" / "autoscaling.yaml")
-    manifest, _ = worker_container()
-    assert scaler["spec"]["scaleTargetRef"]["name"] == manifest["metadata"]["name"]
-    assert "replicas" not in manifest["spec"]
-    # Each worker has one consumer process, and a process without a queue has no work.
-    topics = settings_of(monkeypatch)["TOPICS"].values()
-    assert scaler["spec"]["maxReplicas"] <= max(topic["queue_count"] for topic in topics)
-
-
 def test_only_the_readiness_of_a_worker_needs_the_broker() -> None:
     _, worker = worker_container()
     paths = {kind: worker[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
@@ -215,21 +204,6 @@ def test_all_workers_read_one_list_of_erasures(monkeypatch: pytest.MonkeyPatch) 
     assert "ERASURE_LIST" not in settings_of(monkeypatch)
     settings = settings_of(monkeypatch, ERASURE_LIST=place, OUTBOX_ERASURE_SECRET="secret")
     assert (settings["ERASURE_LIST"], settings["ERASURE_SECRET"]) == (place, "secret")
-
-
-def test_the_direct_address_behind_a_pooler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "LISTEN_URL" not in settings_of(monkeypatch)
-    direct = "postgresql://worker@db/broker"
-    assert settings_of(monkeypatch, LISTEN_URL=direct)["LISTEN_URL"] == direct
-
-
-def test_the_keys_of_subjects_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "KEY_DATABASE" not in settings_of(monkeypatch)
-    keys = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
-    settings = settings_of(
-        monkeypatch, KEYS_URL="postgresql://shop@db/keys", OUTBOX_KEY_ENCRYPTION_KEY=" ".join(keys)
-    )  # fmt: skip
-    assert (settings["KEY_DATABASE"], settings["KEY_ENCRYPTION_KEYS"]) == ("keys", keys)
 
 
 def test_no_variable_is_an_option_of_celery() -> None:

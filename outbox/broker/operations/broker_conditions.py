@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
 from outbox import hooks
 from outbox.broker.database.arrays import texts, xids
-from outbox.broker.database.executor import Executor, Snapshot
+from outbox.broker.database.executor import Executor, Row, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.failing import ProcessPart, failing
 from outbox.broker.log.incidents import IncidentKind
@@ -19,7 +18,6 @@ from outbox.broker.operations.conditions import (
     BY_ERROR,
     EVIDENCE,
     INCIDENTS,
-    NO_LIST,
     OF_GROUP,
     PAUSE,
     RESUME,
@@ -54,17 +52,16 @@ CONDITIONS: Final = Declarations[BrokerState]()
 # ---------------------------------------------------------------------------------------------------------------------
 # The broker as a whole: does it answer, does a process lead, do processes work, is the audit clean.
 
-UNREACHABLE: Final = CONDITIONS.add(
+CONDITIONS.add(
     DeclaredCondition(
         name="unreachable",
         meaning="The broker's database does not answer. On the two-phase path, publishing fails.",
         next_step="Check that the broker's PostgreSQL server runs. Check the connection in DATABASES.",
         concern=Concern.PUBLISHING,
         symptom=Symptom.PUBLISHING,
-        shown=NO_LIST,
     )
 )
-SCHEMA_VERSION: Final = CONDITIONS.add(
+CONDITIONS.add(
     DeclaredCondition(
         name="schema_version",
         meaning="The version of the broker's tables does not fit the version of this code.",
@@ -72,7 +69,6 @@ SCHEMA_VERSION: Final = CONDITIONS.add(
         "--database ALIAS` with the broker's alias. For the code, upgrade the package.",
         concern=Concern.PUBLISHING,
         symptom=Symptom.START,
-        shown=NO_LIST,
     )
 )
 
@@ -282,7 +278,6 @@ def check_back_late(state: BrokerState) -> Iterable[Judged]:
     "a reconciliation all messages (docs/reconciliation/index.md).",
     concern=Concern.LOSS,
     symptom=Symptom.MISSING,
-    shown=NO_LIST,
 )
 def not_conserved(state: BrokerState) -> Iterator[Judged]:
     if (last := audit.last(state.run)) is not None:
@@ -323,8 +318,9 @@ kind = 'wrong_ledger' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.t
 # The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
 # statement sorts only ids, because sorting whole rows would take longer.
 _INCIDENTS: Final = Statement(f"""
-SELECT kind, open, sum(incidents)::bigint, count(*), (array_agg(subject ORDER BY newest_id DESC))[1:3],
-       (array_agg(detail ORDER BY newest_id DESC))[1:3], (array_agg(newest::text ORDER BY newest_id DESC))[1:3]
+SELECT kind, open, sum(incidents)::bigint AS incidents, count(*) AS subjects,
+       (array_agg(json_build_object('subject', subject, 'newest', newest::text, 'detail', detail)
+                  ORDER BY newest_id DESC))[1:3] AS facts
 FROM (
     SELECT kind, {_IS_OPEN} AS open, subject, count(*) AS incidents, max(incident_id) AS newest_id, max(at) AS newest,
            (array_agg(detail ORDER BY incident_id DESC))[1] AS detail
@@ -343,37 +339,20 @@ WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Incidents:
-    """Recent incidents of one kind: how many, about how many subjects, and facts about the newest subjects."""
+def _incidents(run: Executor) -> dict[tuple[str, bool], Row]:
+    """Return the recent incidents by kind, and by whether an undecided transaction needs their ledger.
 
-    incidents: int
-    subjects: int
-    facts: Sequence[Fact]
-
-
-def _incidents(run: Executor) -> dict[tuple[str, bool], _Incidents]:
-    """Return the recent incidents by kind, and by whether an undecided transaction needs their ledger."""
-    return {
-        (kind, is_open): _Incidents(
-            incidents,
-            count,
-            [
-                {"subject": subject, "newest": newest, "detail": detail}
-                for subject, detail, newest in zip(subjects, details, moments, strict=True)
-            ],
-        )
-        for kind, is_open, incidents, count, subjects, details, moments in run.rows(
-            _INCIDENTS, {"window": _EVENT_SECONDS}
-        )
-    }
+    `incidents`: their number. They are about so many `subjects`, and `facts` are about the newest ones.
+    """
+    found = run.objects(Row, _INCIDENTS, {"window": _EVENT_SECONDS})
+    return {(one.kind, one.open): one for one in found}
 
 
 def _of_incidents(
     state: BrokerState, kind: IncidentKind, severity: Severity = Severity.CRITICAL, *, is_open: bool = False
 ) -> Counted:
-    found = state.once(_incidents).get((kind, is_open), _Incidents(0, 0, ()))
-    return Counted([(severity, fact) for fact in found.facts], found.subjects)
+    found = state.once(_incidents).get((kind, is_open))
+    return Counted([(severity, fact) for fact in found.facts], found.subjects) if found else Counted([], 0)
 
 
 def incidents_to_settle(run: Executor) -> dict[str, int]:
@@ -497,7 +476,6 @@ def reset_command(one: DatabaseComparison) -> str:
     concern=Concern.LOSS,
     symptom=Symptom.RESTORED,
     subject=("database",),
-    shown=NO_LIST,
 )
 def lost_messages(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.LEDGER)
@@ -512,7 +490,6 @@ def lost_messages(state: BrokerState) -> Counted:
     concern=Concern.LOSS,
     symptom=Symptom.RESTORED,
     subject=("database",),
-    shown=NO_LIST,
 )
 def lost_commits(state: BrokerState) -> Counted:
     return _lost(state, ComparisonKind.DECISION)
@@ -616,46 +593,6 @@ def parked(state: BrokerState) -> Counted:
         facts = [{"list": "`outbox_transaction list --parked` lists them"}]
     severity = state.judge(PARKED_MESSAGES, count)
     return Counted([(severity, fact) for fact in facts], count)
-
-
-# Publishing transactions that were in progress when the broker last resynchronised. The statement finds publishing
-# transactions by their lock on op_log, because every role can see locks. Without pg_read_all_stats, PostgreSQL shows
-# neither state nor age of another role's session.
-_OPEN_SINCE_RESYNC: Final = Statement("""
-SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
-            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END
-           AS session,
-       coalesce(application_name, '') AS application,
-       CASE WHEN written.pid IS NULL THEN 'prepared'
-            ELSE coalesce(activity.state, 'not visible to this role') END AS state,
-       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
-           AS age_seconds
-FROM pg_locks written
-JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
-    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
-LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
-LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
-WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
-  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  -- Its savepoints' locks are not in the snapshot.
-  AND held.transactionid IN (
-      SELECT pg_snapshot_xip(snapshot)::xid
-      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
-ORDER BY age_seconds DESC NULLS LAST
-""")
-
-
-@CONDITIONS.declare(
-    meaning="A publishing transaction has been open since before a restore, failover or upgrade. Its messages wait "
-    "until it ends; other messages do not wait.",
-    next_step="If no program needs the transaction any more, end its session. If the transaction commits, the broker "
-    "delivers its messages.",
-    concern=Concern.PASSING,
-    symptom=Symptom.UNDECIDED,
-    shown=NO_LIST,
-)
-def open_since_resync(state: BrokerState) -> Iterable[Judged]:
-    return [(Severity.WARNING, fact) for fact in state.facts(_OPEN_SINCE_RESYNC)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1109,39 +1046,20 @@ def outage(state: BrokerState) -> Iterable[Judged]:
 # Topics near their limits, and tables whose old rows are not removed in time.
 
 
-def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
-    found = topic_limits.limit_uses(state.run, lags_of(state.summary))
-    return [(use, fact_of(use, "topic", "measure", "group", "value", "limit", "on_limit")) for use in found]
-
-
 @CONDITIONS.declare(
-    meaning="A topic has reached 80 % of its `backlog_limit`. Above the limit, publishing to the topic is "
-    "refused or logs warnings, as `on_limit` says.",
-    next_step="Start or speed up the workers of the group that is behind, or raise the limit "
-    "(docs/operations/sizing.md#limits-of-the-backlog).",
-    concern=Concern.WITHIN_DAYS,
-    symptom=Symptom.DISK,
-    shown=Shown(listed=Place("topics", "Topics")),
-)
-def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
-    for use, fact in _limit_uses(state):
-        if not use.is_over and use.share >= topic_limits.NEAR:
-            yield Severity.WARNING, fact
-
-
-@CONDITIONS.declare(
-    meaning="A topic is above its `backlog_limit`. With `on_limit` = refuse, publishing to the topic raises "
-    "TopicOverLimit.",
+    meaning="A topic has reached 80 % of its `backlog_limit`. Above the limit, publishing to the topic raises "
+    "TopicOverLimit, or logs warnings, as `on_limit` says.",
     next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
     "accept messages now, raise the limit (docs/operations/sizing.md#limits-of-the-backlog).",
     concern=Concern.PUBLISHING,
     symptom=Symptom.DISK,
     shown=Shown(listed=Place("topics", "Topics")),
 )
-def topic_over_limit(state: BrokerState) -> Iterator[Judged]:
-    for use, fact in _limit_uses(state):
-        if use.is_over:
-            yield Severity.CRITICAL if use.on_limit == "refuse" else Severity.WARNING, fact
+def topic_limit(state: BrokerState) -> Iterator[Judged]:
+    for use in topic_limits.limit_uses(state.run, lags_of(state.summary)):
+        is_refused = use.is_over and use.on_limit == "refuse"
+        severity = Severity.CRITICAL if is_refused else Severity.WARNING if use.share >= topic_limits.NEAR else None
+        yield severity, fact_of(use, "topic", "measure", "group", "value", "limit", "on_limit")
 
 
 RETENTION_BEHIND_SECONDS: Final = Threshold(
@@ -1177,7 +1095,6 @@ def retention_behind(state: BrokerState) -> Iterator[Judged]:
     symptom=Symptom.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
     subject=("alias", "table"),
-    shown=NO_LIST,
 )
 def pruning_behind(state: BrokerState) -> Iterator[Judged]:
     for fact in presence.pruning_behind(state.run):
@@ -1216,7 +1133,6 @@ TRANSACTION_SECONDS: Final = Threshold(
     concern=Concern.DISK,
     symptom=Symptom.DISK,
     thresholds=(TRANSACTION_SECONDS,),
-    shown=NO_LIST,
 )
 def transaction_open(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(TRANSACTION_SECONDS, fact["age_seconds"]), fact) for fact in state.facts(_OPEN)]
@@ -1254,7 +1170,6 @@ LOCK_SECONDS: Final = Threshold(
     concern=Concern.PUBLISHING,
     symptom=Symptom.PUBLISHING,
     thresholds=(LOCK_SECONDS,),
-    shown=NO_LIST,
 )
 def lock_held(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(LOCK_SECONDS, fact["waiting_seconds"]), fact) for fact in state.facts(_LOCKS)]
@@ -1300,7 +1215,6 @@ def table_sizes(run: Executor) -> dict[str, int]:
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.DISK,
     thresholds=(SPACE_BYTES,),
-    shown=NO_LIST,
 )
 def space(state: BrokerState) -> Iterator[Judged]:
     sizes = state.once(table_sizes)
@@ -1340,7 +1254,6 @@ REPLICA_LAG_BYTES: Final = Threshold(
     symptom=Symptom.RESTORED,
     thresholds=(REPLICA_LAG_BYTES,),
     subject=("replica",),
-    shown=NO_LIST,
 )
 def replica_lag(state: BrokerState) -> Iterable[Judged]:
     return [(state.judge(REPLICA_LAG_BYTES, fact["bytes_behind"]), fact) for fact in state.facts(_REPLICAS)]

@@ -1,4 +1,4 @@
-"""Changes by an operator: pause, reset, rename groups; skip or redeliver a message; refuse."""
+"""Changes by an operator: pause and reset groups; skip or redeliver a message; refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from outbox import names
 from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
@@ -20,7 +19,6 @@ from outbox.broker.groups.registration import ensure_retry_queue, group_id_of, u
 from outbox.broker.groups.send_back import forget_sent_away
 from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.deletion import delete_group, refuse_live
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.errors import UsageError
@@ -43,13 +41,6 @@ WHERE name = %(name)s RETURNING generation
 _REJECT = Statement("""
 UPDATE {schema}.broker SET reject_transactional = %(rejecting)s WHERE reject_transactional <> %(rejecting)s
 """)
-
-_REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
-
-
-def rejects_transactional(run: Executor) -> bool:
-    [rejecting] = run.one(_REJECTS)
-    return bool(rejecting)
 
 
 def reject_transactional(run: Executor, rejecting: bool) -> bool:
@@ -223,16 +214,18 @@ INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt) VALUES (%(log
 
 
 def redeliver(
-    run: Executor, group: str, message_id: UUID, *, forget: Callable[[], None] = lambda: None, dry_run: bool = False
-) -> None:
+    run: Executor, group: str, message_id: UUID, *, forget: Callable[[], int] = lambda: 0, dry_run: bool = False
+) -> int:
     """Deliver one message that a group has passed to this group again, through the group's retry queue.
 
-    `forget` deletes what the group's inbox knows of the message, or the inbox would skip it. It is called when it is
-    certain that the group cannot receive the message otherwise, and before the message is delivered. The counters say
-    that a reset let the group read the entry again, and that the group sent it back. With `dry_run`, the function
-    changes nothing. Raises UnknownGroup. Raises UsageError if the group has not passed the message. To have the message
-    delivered at once, the caller then sends a notification on Channel.DECIDED.
+    `forget` deletes what the group's inbox knows of the message, or the inbox would skip it, and returns the number of
+    rows, which this function returns, too. It is called when it is certain that the group cannot receive the message
+    otherwise, and before the message is delivered. The counters say that a reset let the group read the entry again,
+    and that the group sent it back. With `dry_run`, the function changes nothing. Raises UnknownGroup. Raises
+    UsageError if the group has not passed the message. To have the message delivered at once, the caller then sends a
+    notification on Channel.DECIDED.
     """
+    forgotten = 0
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
         found = run.row(_PASSED_ENTRY, {"group_id": group_id, "message_id": message_id})
@@ -248,11 +241,12 @@ def redeliver(
         again = replace(position, sent_back=position.sent_back + 1, moved=position.moved - 1)
         offsets.place(run, [OffsetRow((group_id, queue_id), epochs[queue_id], 0, again)])
         if not dry_run:
-            forget()
+            forgotten = forget()
         retry_queue = ensure_retry_queue(run, group_id, topic_id)
         run.execute(_DELIVER_AGAIN, {"group_id": group_id, "log_id": log_id, "retry_queue": retry_queue})
     if not dry_run:
         notify(run, Channel.SHARED)
+    return forgotten
 
 
 _NOT_PASSED: Final = {
@@ -317,122 +311,3 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
         if q.queue_id in targets and number in (None, q.number)
     ]
     return [move for move in moves if move.to_offset != move.from_offset]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rename a consumer group. All other rows of the broker's tables refer to a group by its id. So a rename changes only
-# the name of the group and the name of its retry topic.
-#
-# The inbox rows are in the databases of the application, and the caller copies them between the two steps of this
-# module. Until the second step the old name is valid, and the new name belongs to a paused, empty group.
-
-
-# Lock the rows of both groups in one statement, in the order of their ids.
-_LOCK = Statement("""
-SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
-""")
-# If a group has handled messages, its offsets have counters greater than 0, or the group has a row in the table
-# `failure` or `dead_letter`.
-_HAS_WORKED = Statement("""
-SELECT EXISTS (SELECT FROM {schema}.consumer_offset
-               WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)
-    OR EXISTS (SELECT FROM {schema}.failure WHERE group_id = %(group_id)s)
-    OR EXISTS (SELECT FROM {schema}.dead_letter WHERE group_id = %(group_id)s)
-""")
-_RESERVE = Statement("""
-INSERT INTO {schema}.consumer_group AS known (name, broadcast, paused)
-SELECT %(new)s, broadcast, true FROM {schema}.consumer_group WHERE name = %(old)s
-ON CONFLICT (name) DO UPDATE SET paused = true
-""")
-# Raise the epochs, as a change of owner does. Offsets that a former owner then stores under an older epoch are ignored.
-_FENCE_ALL = Statement("""
-UPDATE {schema}.queue_lease held SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp()
-FROM (SELECT queue_id FROM {schema}.queue_lease WHERE group_id = %(group_id)s ORDER BY queue_id FOR UPDATE) AS its
-WHERE held.group_id = %(group_id)s AND held.queue_id = its.queue_id
-""")
-_EPOCHS = Statement("""
-SELECT coalesce(string_agg(queue_id || ':' || epoch, ' ' ORDER BY queue_id), '')
-FROM {schema}.queue_lease WHERE group_id = %(group_id)s
-""")
-_RENAME = Statement("UPDATE {schema}.consumer_group SET name = %(new)s WHERE group_id = %(group_id)s")
-_RENAME_RETRIES = Statement("""
-UPDATE {schema}.topic SET name = '%%RETRY%%' || %(new)s::text WHERE retry_of = %(group_id)s
-""")
-
-
-def is_renamed(run: Executor, old: str, new: str) -> bool:
-    """Whether the rename is complete: the broker has a group with the new name, and no group with the old name.
-
-    Raises UnknownGroup if the broker has no group of either name.
-    """
-    known = {name for name, _ in run.rows(_LOCK, {"old": old, "new": new})}
-    if not known:
-        raise unknown_group(old)
-    return old not in known
-
-
-def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> str:
-    """The first step of a rename: end all leases of the group, and reserve the new name for this group.
-
-    Return the epochs of its leases. If a consumer of the group starts before the second step, one of them increases.
-
-    If a consumer starts under the new name after this step, its group is paused. After an interruption, the caller can
-    repeat the step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or if a group with
-    the new name has already handled messages.
-    """
-    names.check_group(new)
-    if old == new:
-        raise UsageError(
-            f"the old and the new name of the group are the same ({old!r}): nothing was renamed. Give another name."
-        )
-    with run.connection.transaction(force_rollback=dry_run):
-        group_id, other_id = _locked(run, old, new)
-        if other_id is not None:
-            _refuse_worked(run, old, new, other_id)
-        run.execute(_RESERVE, {"old": old, "new": new})
-        run.execute(_FENCE_ALL, {"group_id": group_id})
-        return str(run.one(_EPOCHS, {"group_id": group_id})[0])
-
-
-def rename(run: Executor, old: str, new: str, epochs: str) -> None:
-    """The second step of a rename: give the group its new name. `epochs`: what `reserve` has returned.
-
-    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. The function
-    first deletes the empty group that has the new name, which `reserve` has created or paused.
-    """
-    with run.connection.transaction():
-        group_id, other_id = _locked(run, old, new)
-        if run.one(_EPOCHS, {"group_id": group_id})[0] != epochs:
-            raise UsageError(
-                f"consumers of {old!r} have run since the rename began, so the inbox may have rows that were not "
-                f"copied. The group is still named {old!r}: stop its workers and run the command again."
-            )
-        if other_id is not None:
-            _refuse_worked(run, old, new, other_id)
-            delete_group(run, new)
-        run.execute(_RENAME, {"new": new, "group_id": group_id})
-        run.execute(_RENAME_RETRIES, {"new": new, "group_id": group_id})
-    notify(run, Channel.SHARED)
-
-
-def _locked(run: Executor, old: str, new: str) -> tuple[int, int | None]:
-    """Lock both groups and return their ids.
-
-    Until the transaction ends, no consumer of these groups is alive or can start.
-    """
-    ids = dict(run.rows(_LOCK, {"old": old, "new": new}))
-    if old not in ids:
-        raise unknown_group(old)
-    for group_id in ids.values():
-        refuse_live(run, group_id=group_id)
-    return ids[old], ids.get(new)
-
-
-def _refuse_worked(run: Executor, old: str, new: str, new_id: int) -> None:
-    [has_worked] = run.one(_HAS_WORKED, {"group_id": new_id})
-    if has_worked:
-        raise UsageError(
-            f"a group {new!r} exists and has handled messages, so {old!r} cannot take this name: choose another name. "
-            f"If {new!r} was started by mistake, `outbox_group delete {new}` deletes this group; messages that both "
-            f"groups have handled have taken effect twice."
-        )

@@ -16,7 +16,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 
@@ -117,27 +117,19 @@ def forget(run: Executor, comparison: DatabaseComparison) -> None:
 # -- transactions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The broker must know every transaction after `installed_at` and after `kept_since` (the retention limit)."""
-
-    installed_at: datetime
-    kept_since: datetime | None
-
-
 # Retention removes the messages of a deleted topic at once, so the time of the deletion is a bound, too.
 _BOUNDS = Statement("""
-SELECT created_at,
+SELECT created_at AS installed_at,
        (SELECT greatest(max(now() - make_interval(secs => retention_seconds)) FILTER (WHERE deleted_at IS NULL),
                         max(deleted_at))
-        FROM {schema}.topic WHERE retry_of IS NULL)
+        FROM {schema}.topic WHERE retry_of IS NULL) AS kept_since
 FROM {schema}.broker
 """)
 
 
-def bounds(run: Executor) -> Bounds:
-    """Return the times after which the broker must know every transaction."""
-    return Bounds(*run.one(_BOUNDS))
+def bounds(run: Executor) -> Row:
+    """The broker must know every transaction after `installed_at` and after `kept_since` (the retention limit)."""
+    return run.objects(Row, _BOUNDS)[0]
 
 
 _COMMITTED_OF_LEDGER = Statement("""
@@ -239,6 +231,7 @@ class MissingTransactions:
 class GroupPosition:
     """A queue of a topic, and a group's position on this queue.
 
+    `floor`: the group has handled no entry before this offset, or retention has removed it.
     `moved`: the number of entries that resets have skipped, minus the number of entries that resets made the group read
     again.
     """
@@ -253,7 +246,8 @@ class GroupPosition:
 
 _PASSED = Statement(
     """
-SELECT queue.queue_id, known.group_id, known.generation, queue.floor, newest.next_offset, newest.moved
+SELECT queue.queue_id, known.group_id, known.generation, greatest(queue.floor, newest.start_offset) AS floor,
+       newest.next_offset, newest.moved
 FROM {schema}.consumer_group known
 JOIN {schema}.subscription USING (group_id)
 JOIN {schema}.topic USING (topic_id)
@@ -309,23 +303,11 @@ ORDER BY entry.queue_offset
 )
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedMessage:
-    """A message in a queue, its time of queueing, and the values that a filter may read."""
-
-    queue_offset: int
-    message_id: UUID
-    queued_at: datetime
-    tag: str
-    headers: Mapping[str, str]
-
-
-def finished_entries(
-    run: Executor, queue: GroupPosition, low: int, high: int, *, keep_seconds: float
-) -> list[QueuedMessage]:
+def finished_entries(run: Executor, queue: GroupPosition, low: int, high: int, *, keep_seconds: float) -> list[Row]:
     """Return the messages at offsets from `low` to `high - 1` that the group has finished without any failure.
 
-    Messages older than `keep_seconds` are left out.
+    Messages older than `keep_seconds` are left out. A row has the `queue_offset`, `message_id` and `queued_at` of a
+    message, and the values that a filter may read: `tag` and `headers`.
     """
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
-    return run.objects(QueuedMessage, _ENTRIES, values)
+    return run.objects(Row, _ENTRIES, values)

@@ -233,7 +233,7 @@ class DeclaredCondition(Generic[State]):
     next_step: str
     concern: Concern
     symptom: Symptom
-    shown: Shown
+    shown: Shown = NO_LIST
     thresholds: Sequence[Threshold] = ()
     subject: Sequence[str] = ()
     excuses: Sequence[str] = ()
@@ -264,35 +264,14 @@ class DeclaredCondition(Generic[State]):
 class Declarations(dict[str, DeclaredCondition[State]]):
     """Declared conditions by name."""
 
-    def declare(
-        self,
-        *,
-        meaning: str,
-        next_step: str,
-        concern: Concern,
-        symptom: Symptom,
-        shown: Shown,
-        thresholds: Sequence[Threshold] = (),
-        subject: Sequence[str] = (),
-        excuses: Sequence[str] = (),
-    ) -> Callable[[Rule[State]], Rule[State]]:
-        """Declare the condition that the decorated rule finds. It has the name of the function."""
+    def declare(self, **declared: Any) -> Callable[[Rule[State]], Rule[State]]:
+        """Declare the condition that the decorated rule finds. The parameters are those of `DeclaredCondition`.
+
+        It has the name of the function.
+        """
 
         def add(rule: Rule[State]) -> Rule[State]:
-            self.add(
-                DeclaredCondition(
-                    name=rule.__name__,
-                    meaning=meaning,
-                    next_step=next_step,
-                    concern=concern,
-                    symptom=symptom,
-                    shown=shown,
-                    thresholds=thresholds,
-                    subject=subject,
-                    excuses=excuses,
-                    rule=rule,
-                )
-            )
+            self.add(DeclaredCondition(name=rule.__name__, rule=rule, **declared))
             return rule
 
         return add

@@ -172,7 +172,7 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
     """
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
-        refuse_live(run, group_id=group_id, topic=topic)
+        _refuse_live(run, group_id=group_id, topic=topic)
         subscribed = {name: topic_id for topic_id, name in run.rows(_SUBSCRIBED, {"group_id": group_id})}
         if topic is not None and topic not in subscribed:
             raise UsageError(
@@ -203,14 +203,14 @@ def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLo
         # Lock the groups before reading their members, so that a consumer that is about to join waits for the group's
         # row.
         groups = {name: group_id_of(run, name) for (name,) in run.rows(_GROUPS_OF, values)}
-        refuse_live(run, topic=topic)
+        _refuse_live(run, topic=topic)
         [undelivered] = run.one(_UNDELIVERED, values)
         losses = [_unsubscribe(run, group, group_id, topic, topic_id) for group, group_id in groups.items()]
         run.execute(_MARK, values)
     return TopicLoss(topic, undelivered, losses)
 
 
-def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
+def _refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
     """Raise UsageError if a consumer of the group and the topic is alive. None stands for any group or any topic."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:

@@ -94,10 +94,6 @@ def _server(run: Executor) -> Iterator[Condition]:
     yield of_check("isolation", level == "read committed", level, remedy, Severity.WARNING)
     remedy = "Turn autovacuum on: only vacuum removes the dead rows that retention leaves."
     yield of_check("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
-    tightest = sessions.limits(run)[0]
-    remedy = "Raise the limit, or put a pooler in front of the application."
-    text = f"{tightest.used} of {tightest.allowed} in use ({tightest.limit})"
-    yield of_check("connections", tightest.used < 0.8 * tightest.allowed, text, remedy, Severity.WARNING)
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Condition:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import xids
@@ -36,7 +33,8 @@ WITH listed AS MATERIALIZED (
 SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock_timestamp() AS is_alive,
        coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
-       coalesce(known.draining, false) AS draining,
+       CASE WHEN expires_at <= clock_timestamp() THEN 'vanished' WHEN known.draining THEN 'draining'
+            ELSE 'alive' END AS state,
        EXISTS (SELECT FROM {schema}.outage WHERE outage.instance_id = listed.instance_id) AS is_outage,
        """
     + is_silent("listed")
@@ -55,48 +53,6 @@ PROCESS_STATES: Final = ("alive", "draining", "vanished")
 _GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer_group WHERE name = %(group)s")
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerProcess:
-    """A consumer process. `queues`: the number of its leases. `leads`: whether it is also the leader.
-
-    `is_alive` is False if the membership of the process has ended without a renewal. `seen_at`: the time at which the
-    process last renewed its membership. At this time, `calls` handler calls were running, and `longest` has the longest
-    of them, the longest first. Until its first report, `version` is '' and `seen_at` is None.
-
-    `draining`: the process had begun to end at `seen_at`. `is_silent`: its last sign of life is older than one and a
-    half of its intervals. `is_outage`: one of its subscriptions pauses, because its handlers fail.
-    """
-
-    instance_id: UUID
-    host: str
-    pid: int
-    groups: Sequence[str]
-    joined_at: datetime
-    expires_at: datetime
-    is_alive: bool
-    queues: int
-    version: str
-    seen_at: datetime | None
-    calls: int
-    longest: Sequence[Mapping[str, Any]]
-    leads: bool
-    draining: bool = False
-    is_silent: bool = False
-    is_outage: bool = False
-
-    @property
-    def state(self) -> str:
-        """One of PROCESS_STATES."""
-        if not self.is_alive:
-            return "vanished"
-        return "draining" if self.draining else "alive"
-
-    @property
-    def running(self) -> list[CallReport]:
-        """The longest of the running calls. The seconds of a call are those at `seen_at`."""
-        return [CallReport(**call) for call in self.longest]
-
-
 def group_now(run: Executor, group: str) -> Row:
     """Return the name of a group, whether it is `paused` now, and whether it is `broadcast`. Raises UnknownGroup."""
     found = run.objects(Row, _GROUP, {"group": group})
@@ -105,9 +61,20 @@ def group_now(run: Executor, group: str) -> Row:
     return found[0]
 
 
-def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:
-    """Return the consumer processes of a group or of all groups, processes that are alive first."""
-    return run.objects(ConsumerProcess, _PROCESSES, {"group": group, "limit": limit})
+def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[Row]:
+    """Return the consumer processes of a group or of all groups, processes that are alive first.
+
+    `state`: one of PROCESS_STATES; a process is draining if it had begun to end at `seen_at`. `queues`: the number of
+    its leases. `leads`: whether it is also the leader. `is_alive` is False if the membership of the process has ended
+    without a renewal. `seen_at`: the time at which the process last renewed its membership. At this time, `calls`
+    handler calls were running, and `running` has the longest of them, the longest first. Until its first report,
+    `version` is '' and `seen_at` is None. `is_silent`: its last sign of life is older than one and a half of its
+    intervals. `is_outage`: one of its subscriptions pauses, because its handlers fail.
+    """
+    found = run.objects(Row, _PROCESSES, {"group": group, "limit": limit})
+    for one in found:
+        one.running = [CallReport(**call) for call in one.longest]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,43 +84,17 @@ def list_processes(run: Executor, group: str | None = None, *, limit: int = 100)
 # transaction blocks only its keys on FIFO topics.
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTransaction:
-    """A half transaction without a decision.
-
-    `state`: new (the half scan has not found the transaction yet), waiting (the broker asks the producer group at
-    `due_at`) or parked. `is_immune`: the transaction is younger than its immunity. `transactional_id` and `epoch` are
-    None if the producer has no transactional id. `fenced`: a newer instance with the same transactional id has replaced
-    the producer. `key` is the key of the first message; it is empty if this message has no key.
-    """
-
-    transaction_id: UUID
-    producer_group: str
-    transactional_id: str | None
-    epoch: int | None
-    fenced: bool
-    messages: int
-    topics: list[str]
-    key: str
-    stored_at: datetime
-    state: str
-    checks: int
-    due_at: datetime | None
-    last_answer: str | None
-    is_immune: bool = False
-
-    @property
-    def may_run(self) -> str:
-        """The reason why the local transaction may still run; empty if none is known or the transaction is parked."""
-        if self.state == "parked":
-            return ""
-        if self.state == "new":
-            return "the half scan has not found the transaction yet"
-        if self.is_immune:
-            return "the transaction is younger than its immunity"
-        if (self.last_answer or "").startswith(STILL_RUNNING):
-            return "the local transaction was still running at the last check"
+def may_run(one: Row) -> str:
+    """The reason why a local transaction may still run; empty if none is known or the transaction is parked."""
+    if one.state == "parked":
         return ""
+    if one.state == "new":
+        return "the half scan has not found the transaction yet"
+    if one.is_immune:
+        return "the transaction is younger than its immunity"
+    if (one.last_answer or "").startswith(STILL_RUNNING):
+        return "the local transaction was still running at the last check"
+    return ""
 
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
@@ -194,7 +135,6 @@ WHERE undecided.transaction_id > %(after)s
   AND (%(id)s::uuid IS NULL OR undecided.transaction_id = %(id)s)
   AND (NOT %(parked)s OR undecided.parked_at IS NOT NULL)
   AND (%(group)s::text IS NULL OR first.producer_group = %(group)s)
-  AND (%(transactional_id)s::text IS NULL OR noted.transactional_id = %(transactional_id)s)
   AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = undecided.transaction_id)
 ORDER BY undecided.transaction_id LIMIT %(limit)s
 """)
@@ -205,16 +145,20 @@ def list_open(
     *,
     transaction_id: UUID | None = None,
     group: str | None = None,
-    transactional_id: str | None = None,
     parked: bool = False,
     after: UUID | None = None,
     limit: int,
-) -> list[OpenTransaction]:
+) -> list[Row]:
     """Return a page of open transactions, the oldest first.
 
-    With `transaction_id`, only this one. With `group` or `transactional_id`, the page has only transactions of this
-    producer group or transactional id. With `parked`, the page has only parked transactions. To read the next page,
-    pass the last transaction id of this page as `after`. The function changes nothing.
+    With `transaction_id`, only this one. With `group`, the page has only transactions of this producer group. With
+    `parked`, the page has only parked transactions. To read the next page, pass the last transaction id of this page as
+    `after`. The function changes nothing.
+
+    `state`: new (the half scan has not found the transaction yet), waiting (the broker asks the producer group at
+    `due_at`) or parked. `is_immune`: the transaction is younger than its immunity. `transactional_id` and `epoch` are
+    None if the producer has no transactional id. `fenced`: a newer instance with the same transactional id has replaced
+    the producer. `messages` is their number, and `key` the key of the first one, empty if it has none.
     """
     last = Snapshot.parse(run.one(_LAST_SCAN)[0])
     values = {
@@ -222,15 +166,14 @@ def list_open(
         "xip": xids(last.in_progress),
         "id": transaction_id,
         "group": group,
-        "transactional_id": transactional_id,
         "parked": parked,
         "after": after or UUID(int=0),
         "limit": limit,
     }
     # The statement is not prepared, because a plan without the snapshot's values would read the whole log.
-    return run.objects(OpenTransaction, _OPEN, values, prepare=False)
+    return run.objects(Row, _OPEN, values, prepare=False)
 
 
-def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | None:
+def open_transaction(run: Executor, transaction_id: UUID) -> Row | None:
     """Return one open transaction; None if it is decided or unknown."""
     return next(iter(list_open(run, transaction_id=transaction_id, limit=1)), None)

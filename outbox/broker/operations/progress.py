@@ -15,7 +15,7 @@ waits for its time is in no queue yet. The summary counts the retries of each gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Final
 from uuid import UUID
@@ -187,12 +187,7 @@ ORDER BY progress.group, progress.is_retry, topic.name
 """
 )
 
-_COLUMNS: Final = """
-SELECT progress.group, topic, is_retry, paused, layout, number, queue_id, next_offset, floor, head, lag, oldest_at,
-       owner, stopped, blocked_by, blocked_key, blocked_error, blocked_since, queued, handled, filtered, skipped,
-       sent_back, dead, expired
-FROM progress
-"""
+_COLUMNS: Final = f"SELECT {', '.join(f'progress.{one.name}' for one in fields(QueueProgress))} FROM progress\n"
 _QUEUES: Final = Statement(
     "WITH " + _progress(_OF_WANTED) + _COLUMNS + "ORDER BY progress.group, is_retry, topic, layout, number"
 )

@@ -452,8 +452,6 @@ SELECT (SELECT version FROM {schema}.schema_version WHERE name = 'core'),
        (SELECT count(DISTINCT instance_id) FROM {schema}.consumer WHERE expires_at > clock_timestamp())
 """)
 
-_COUNTED_BY: Final = Statement("SELECT facts -> 'leader' FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1")
-
 _CONSUMERS: Final = Statement("""
 SELECT name, count(*) FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
 WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
@@ -488,13 +486,6 @@ class Overview:
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         return {**dataclasses.asdict(self), "groups": [vars(one) for one in self.groups]}
-
-
-def leading_process(run: Executor, leader: str | None) -> LeadingProcess | None:
-    """Return the process with this leader lease, once it has stored a summary, without reading the figures."""
-    row = run.row(_COUNTED_BY)
-    found = _leader(row[0]) if row else None
-    return found if found is not None and found.owner == leader else None
 
 
 def live_consumers(run: Executor) -> dict[str, int]:

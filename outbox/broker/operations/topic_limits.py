@@ -7,7 +7,7 @@ the two states.
 
 ```
  within ──(80 %)──► near ──(over the limit)──► over ──(below 90 %)──► within or near
-                    condition topic_near_limit  condition topic_over_limit
+                              condition topic_limit
 ```
 
 The leader marks the topic, because it counts the lags anyway, and a publisher cannot count a backlog in time.
@@ -23,7 +23,7 @@ from typing import Final
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 
-# Shares of the limit: from the first one on, the condition `topic_near_limit` holds. Below the second one, an exceeded
+# Shares of the limit: from the first one on, the condition `topic_limit` holds. Below the second one, an exceeded
 # limit is over.
 NEAR: Final = 0.8
 ENDS_BELOW: Final = 0.9

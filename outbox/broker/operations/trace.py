@@ -287,7 +287,7 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
         decision=decision,
         pending=None if decision else next(iter(run.objects(Row, _PENDING, transaction)), None),
         answers=run.objects(Row, _CHECKS, transaction),
-        entries=traced_entries(run, rows["log_ids"]),
+        entries=_entries(run, rows["log_ids"]),
         failures=run.objects(Row, _FAILURES, rows),
         retries=run.objects(Row, _RETRIES, rows),
         dead_letters=run.objects(Row, _DEAD, rows),
@@ -295,7 +295,7 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     )
 
 
-def traced_entries(run: Executor, log_ids: Sequence[int]) -> list[Row]:
+def _entries(run: Executor, log_ids: Sequence[int]) -> list[Row]:
     """Return the queue entries of these messages, each with the state (`EntryState`) of one group."""
     found = run.objects(Row, _ENTRIES, {"log_ids": list(log_ids)})
     for entry in found:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.summary import KEPT_SECONDS
 
@@ -19,40 +17,20 @@ SELECT extract(epoch FROM at)::double precision,
 FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
 """)
 _CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
+_FIGURES: Final = ("handled", "sent_back", "dead", "lag", "oldest_seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class SummaryPoint:
-    """The main figures of one stored summary, for one group or for all groups together. The counters are totals.
+def summary_history(run: Executor, group: str | None = None) -> tuple[float, list[Row]]:
+    """Return the time now, and a point per summary of the last KEPT_SECONDS, the oldest first.
 
-    `stored` counts the assigned log ids: one for each stored message, and one for each insert that was rolled back.
-    `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
-    message; 0 if there is no unfinished message. Neither `lag` nor `oldest_seconds` includes retries.
+    A point has the main figures of one group or of all groups together. The counters are totals. `stored` counts the
+    assigned log ids: one for each stored message, and one for each insert that was rolled back. `stored` and `queued`
+    are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished message; 0 if there is
+    none. Neither `lag` nor `oldest_seconds` includes retries.
     """
-
-    at: float
-    stored: int | None
-    queued: int | None
-    handled: int
-    sent_back: int
-    dead: int
-    lag: int
-    oldest_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SummaryHistory:
-    """A point per summary of the last KEPT_SECONDS up to `now`, the oldest first."""
-
-    now: float
-    points: Sequence[SummaryPoint]
-
-
-def summary_history(run: Executor, group: str | None = None) -> SummaryHistory:
-    """Return the figures of the kept summaries, of one group or of all groups together."""
     points = [
-        SummaryPoint(at, stored, queued, *figures)
+        Row(at=at, stored=stored, queued=queued, **dict(zip(_FIGURES, figures, strict=True)))
         for at, stored, queued, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
         if figures
     ]
-    return SummaryHistory(run.one(_CLOCK)[0], points)
+    return run.one(_CLOCK)[0], points

@@ -12,9 +12,7 @@ and conditions come every few seconds only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 
 import psycopg
@@ -58,58 +56,38 @@ WITH process AS MATERIALIZED (
     FROM {{schema}}.periodic_pass
     WHERE name = '{CHECK_BACK}' AND began_at < clock_timestamp() - make_interval(secs => 2 * interval_seconds)
 )
-SELECT clock_timestamp(),
+SELECT clock_timestamp() AS at,
        coalesce((SELECT owner IS NOT NULL AND expires_at > clock_timestamp() FROM {{schema}}.leader_lease
-                 WHERE role = 'sequencer'), false),
+                 WHERE role = 'sequencer'), false) AS leads,
        (SELECT extract(epoch FROM clock_timestamp() - expires_at)::double precision FROM {{schema}}.leader_lease
-        WHERE role = 'sequencer'),
-       (SELECT max(summary_id) FROM {{schema}}.summary),
-       (SELECT count(DISTINCT instance_id) FROM process WHERE is_member),
-       (SELECT max(every_seconds) FROM process WHERE is_member),
+        WHERE role = 'sequencer') AS leaderless_seconds,
+       (SELECT max(summary_id) FROM {{schema}}.summary) AS summary_id,
+       (SELECT count(DISTINCT instance_id) FROM process WHERE is_member) AS processes,
+       (SELECT max(every_seconds) FROM process WHERE is_member) AS every_seconds,
        (SELECT coalesce(jsonb_agg(jsonb_build_object(
                    'name', name,
                    'seconds', extract(epoch FROM clock_timestamp() - last_at)::double precision,
-                   'every_seconds', every_seconds) ORDER BY last_at, name), '[]') FROM missing)
+                   'every_seconds', every_seconds) ORDER BY last_at, name), '[]') FROM missing) AS silent
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
-    """Which processes and check-backs gave a sign of life in time, at `at` by the database's clock.
+def liveness(run: Executor) -> Row:
+    """Return which processes and check-backs gave a sign of life in time, at `at` by the database's clock.
 
-    `leaderless_seconds`: for how long no process has led; 0.0 if a process leads, and None if no process has ever led.
-    `processes`: the consumer processes whose membership has not ended. `every_seconds`: the longest interval between
-    two signs of life of these processes. `silent`: name, seconds and interval (`every_seconds`, if it is known) of each
-    process without a sign of life for one and a half intervals, and of each check-back for two, unless it was replaced;
-    the longest silence first. `summary_id`: the newest stored summary.
+    `leads`: whether a process leads. `leaderless_seconds`: since the end of the last leader's lease, None if no process
+    has ever led. `processes`: the consumer processes whose membership has not ended. `every_seconds`: the longest
+    interval between two signs of life of these processes. `silent`: name, seconds and interval (`every_seconds`, if it
+    is known) of each process without a sign of life for one and a half intervals, and of each check-back for two,
+    unless it was replaced; the longest silence first. `summary_id`: the newest stored summary.
     """
-
-    at: datetime
-    leads: bool
-    leaderless_seconds: float | None
-    summary_id: int | None
-    processes: int
-    every_seconds: float | None
-    silent: Sequence[Row]
-
-    @property
-    def state(self) -> str:
-        """A text that differs from an earlier one if a process has come or gone, or a new summary was stored."""
-        return f"{self.leads} {self.summary_id} {self.processes} {', '.join(sorted(one.name for one in self.silent))}"
+    found = run.objects(Row, _LIVENESS)[0]
+    found.silent = [Row(**one) for one in found.silent]
+    return found
 
 
-def liveness(run: Executor) -> Liveness:
-    """Read which processes and check-backs have given a sign of life in time."""
-    at, leads, leaderless_seconds, summary_id, processes, every_seconds, silent = run.one(_LIVENESS)
-    return Liveness(
-        at,
-        leads,
-        0.0 if leads else leaderless_seconds,
-        summary_id,
-        processes,
-        every_seconds,
-        [Row(**one) for one in silent],
-    )
+def _state(found: Row) -> str:
+    """A text that differs from an earlier one if a process has come or gone, or a new summary was stored."""
+    return f"{found.leads} {found.summary_id} {found.processes} {', '.join(sorted(one.name for one in found.silent))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +99,7 @@ class Signs:
 
     state: str = ""
     notice: str = ""
-    liveness: Liveness | None = None
+    liveness: Row | None = None
 
     @property
     def doubt(self) -> str:
@@ -152,10 +130,10 @@ def read_signs() -> Signs:
             found = liveness(run)
     except (OutboxError, psycopg.Error) as error:
         return Signs(_UNREACHABLE, f"It is unknown whether a process leads the broker: {str(error).strip()}")
-    return Signs(found.state, _notice(found), found)
+    return Signs(_state(found), _notice(found), found)
 
 
-def _notice(found: Liveness) -> str:
+def _notice(found: Row) -> str:
     if found.leads:
         return ""
     seconds = found.leaderless_seconds

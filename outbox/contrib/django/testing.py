@@ -32,7 +32,7 @@ from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
 from outbox.codec import UnreadBody
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_database, on_broker
 from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.engine.broker import (
     flush,
@@ -227,8 +227,7 @@ class BrokerOutbox(OutboxForTests):
 
     def messages(self, topic: str) -> list[Message]:
         queue_messages()
-        with broker_connection() as (connection, schema):
-            return deletion.visible(Executor(connection, schema), topic)
+        return on_broker(deletion.visible, topic)
 
     def _drain_once(self) -> int:
         if not subscriptions(groups=self._groups):

@@ -29,7 +29,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_group delete": f"{_MQADMIN} `mqadmin deleteSubGroup`.",
     "outbox_group limits": "Set `threads` and the number of consumer processes.",
     "outbox_group pause": "Stop the group's workers; the messages wait. Or use `mqadmin updateSubGroup -s false`.",
-    "outbox_group rename": "Declare the new name as a second group, and delete the old group when its lag is 0.",
     "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
     "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
     "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker.operations.listings import ConsumerProcess, list_processes
+from outbox.broker.database.executor import Row
+from outbox.broker.operations.listings import list_processes
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.support import eventually
 
@@ -19,7 +20,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
     return bench
 
 
-def one_process(bench: ConsumptionBench) -> ConsumerProcess:
+def one_process(bench: ConsumptionBench) -> Row:
     [found] = list_processes(bench.run)
     return found
 

@@ -64,25 +64,21 @@ def move(run: Executor, position: int) -> None:
     )
 
 
-def conditions(run: Executor) -> dict[str, tuple[Severity, Any]]:
+def conditions(run: Executor) -> list[tuple[Severity, Any]]:
     found = survey(run).verdict.conditions
-    return {
-        one.name: (one.severity, one.evidence[0]["measure"])
-        for one in found
-        if one.name in ("topic_near_limit", "topic_over_limit")
-    }
+    return [(one.severity, one.evidence[0]["measure"]) for one in found if one.name == "topic_limit"]
 
 
 def test_the_states_of_a_limit(run: Executor, database: BrokerDatabase, broker: PostgresBroker) -> None:
     publish(broker, 7)
     count(run, database)
-    assert conditions(run) == {}
+    assert conditions(run) == []
     publish(broker, 1)
     count(run, database)
-    assert conditions(run) == {"topic_near_limit": (Severity.WARNING, "backlog")}
+    assert conditions(run) == [(Severity.WARNING, "backlog")]
     publish(broker, 3)
     count(run, database)
-    assert conditions(run) == {"topic_over_limit": (Severity.CRITICAL, "backlog")}
+    assert conditions(run) == [(Severity.CRITICAL, "backlog")]
     with pytest.raises(TopicOverLimit, match="topic 'orders' takes no messages now: group 'billing' is more than"):
         publish(broker, 1)
     with pytest.raises(TopicOverLimit):
@@ -92,10 +88,10 @@ def test_the_states_of_a_limit(run: Executor, database: BrokerDatabase, broker: 
     count(run, database)
     with pytest.raises(TopicOverLimit):
         publish(broker, 1)
-    assert conditions(run) == {"topic_over_limit": (Severity.CRITICAL, "backlog")}
+    assert conditions(run) == [(Severity.CRITICAL, "backlog")]
     move(run, 3)
     count(run, database)
-    assert conditions(run) == {"topic_near_limit": (Severity.WARNING, "backlog")}
+    assert conditions(run) == [(Severity.WARNING, "backlog")]
     publish(broker, 1)
     assert run.connection.execute("SELECT count(*) FROM outbox.commit_log").fetchall() == [(13,)]
 
@@ -115,7 +111,7 @@ def test_a_warning_instead(
     declare_topics(run, [replace(LIMITED, on_limit="warn")])
     publish(broker, 11)
     count(run, database)
-    assert conditions(run) == {"topic_over_limit": (Severity.WARNING, "backlog")}
+    assert conditions(run) == [(Severity.WARNING, "backlog")]
     with caplog.at_level(logging.WARNING, logger="outbox.broker.log.topics"):
         publish(broker, 1)
     [said] = [one.getMessage() for one in caplog.records if one.name == "outbox.broker.log.topics"]
@@ -153,7 +149,7 @@ def test_without_a_leader_the_messages_since_the_last_count_are_the_backlog(
     run.connection.execute("UPDATE outbox.summary SET at = at - interval '2 minutes'")
     with pytest.raises(TopicOverLimit, match="no process leads, and 12 messages were stored since"):
         publish(broker, 1)
-    assert conditions(run) == {"topic_over_limit": (Severity.CRITICAL, "uncounted")}
+    assert conditions(run) == [(Severity.CRITICAL, "uncounted")]
     count(run, database)
     with pytest.raises(TopicOverLimit, match="group 'billing' is more than"):
         publish(broker, 1)

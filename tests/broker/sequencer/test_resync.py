@@ -21,8 +21,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.operations.conditions import Fact
-from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from tests.broker.sequencer.writers import Pass, judge
@@ -128,40 +126,6 @@ def test_what_commits_after_a_resynchronisation_is_delivered_once(
     assert _incarnation(connection) == 2, "once"
     assert_gapless(connection)
     assert count_messages(Executor(connection, "outbox")).differences() == []
-
-
-def open_since_resync(connection: BrokerConnection) -> list[Fact]:
-    """The evidence of the condition of that name."""
-    conditions = survey(Executor(connection, "outbox")).verdict.conditions
-    return [fact for one in conditions if one.name == "open_since_resync" for fact in one.evidence]
-
-
-def test_the_status_names_what_is_open_since_before(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    late = [message() for _ in range(3)]
-    with (
-        _open(database, LATE["read committed, publishes before"], late[0]) as finish_session,
-        _open(database, LATE["prepared before"], late[1]) as finish_prepared,
-    ):
-        assert open_since_resync(connection) == []
-        connection.execute(FAILOVER.encode())
-        drain(new_sequencer(database), connection)
-        with _open(database, LATE["read committed, publishes before"], late[2]):
-            found = {fact["session"]: fact for fact in open_since_resync(connection)}
-            row = connection.execute(
-                "SELECT 'session ' || min(pid) FROM pg_stat_activity WHERE application_name = 'batch-job'"
-                " AND datname = current_database() AND xact_start < (SELECT max(at) FROM outbox.resync)"
-            ).fetchone()
-            assert row is not None
-            prepared = f"prepared transaction 'late-{late[1].message_id}'"
-            assert set(found) == {row[0], prepared}, "and not the one that began later"
-        session = found[row[0]]
-        assert (session["application"], session["state"]) == ("batch-job", "idle in transaction")
-        assert session["age_seconds"] is not None and found[prepared]["age_seconds"] is not None
-        finish_session()
-        finish_prepared()
-    assert open_since_resync(connection) == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])

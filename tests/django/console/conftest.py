@@ -24,7 +24,6 @@ from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World, new_world
 from tests.django.conftest import point_alias
 from tests.django.console.support import Site
-from tests.django.console.web_process import WebProcess, web_process
 from tests.django.operators import ALL, client_of, make_user
 from tests.servers import private_postgres
 
@@ -71,16 +70,16 @@ def site(world: World) -> Iterator[Site]:
 
 
 @pytest.fixture
-def own_server(databases: None, outbox_settings: Callable[..., None]) -> Iterator[tuple[Path, World, WebProcess]]:
-    """Both databases on a PostgreSQL of this test's own."""
+def own_server(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Path]:
+    """Both databases on a PostgreSQL of this test's own; returns its data directory."""
     before = {alias: alias_conninfo(alias) for alias in ("default", "broker")}
     with private_postgres() as (data, url):
         try:
             for alias in before:
                 point_alias(alias, embedded.create_database(url, f"own_{alias}"))
                 call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
-            with new_world(outbox_settings) as world, web_process(make_user(*ALL)) as web:
-                yield data, world, web
+            with new_world(outbox_settings):
+                yield data
         finally:
             connections.close_all()
             for alias, conninfo in before.items():

@@ -50,21 +50,12 @@ def dead(world: World) -> World:
     return world
 
 
-def test_a_page_names_a_lock_that_it_waits_for(dead: World, operator: Client) -> None:
-    tables = "schema_version, broker, commit_log, dead_letter, scheduled, incident, consumer_group, topic, half_scan"
-    with held(dead, "LOCK TABLE " + ", ".join(f"outbox.{name}" for name in tables.split(", "))):
-        for page in PAGES[:3]:
-            answer = operator.get(f"/outbox/{page}")
-            assert answer.status_code == 503 and b"Another session holds a lock" in answer.content, page
-        assert waiting(dead) == 0
-
-
-@pytest.mark.slow
-def test_every_page_names_a_lock_that_it_waits_for(dead: World, operator: Client) -> None:
+@pytest.mark.parametrize("pages", [PAGES[:3], pytest.param(PAGES[3:], marks=pytest.mark.slow)])
+def test_a_page_names_a_lock_that_it_waits_for(dead: World, operator: Client, pages: tuple[str, ...]) -> None:
     [tables] = dead.sql("SELECT string_agg(oid::regclass::text, ', ') FROM pg_class"
                         " WHERE relnamespace = 'outbox'::regnamespace AND relkind = 'r'")  # fmt: skip
     with held(dead, f"LOCK TABLE {tables[0]}"):
-        for page in PAGES:
+        for page in pages:
             answer = operator.get(f"/outbox/{page}")
             assert answer.status_code == 503 and b"Another session holds a lock" in answer.content, page
         assert b"lock_held" in operator.get("/outbox/").content

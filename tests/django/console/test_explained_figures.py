@@ -20,7 +20,6 @@ from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.configured import OUTBOX
 from tests.django.console.test_remedies import page, text_of
-from tests.django.faults import no_sequencer
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
@@ -46,17 +45,6 @@ def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: 
         ("Change the limits …", "/outbox/groups/one/?name=mail&topic=orders#limits")
     ]
     assert "waiting for running limit" in text_of(page(operator, "groups/one/?name=mail"))
-
-
-def test_an_idle_broker_says_that_nothing_is_to_be_queued(world: World, operator: Client) -> None:
-    idle = "last tick 6 min ago: no message to queue since then"
-    world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")
-    html = text_of(page(operator))
-    assert idle in html and "No fault" in html
-    world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")
-    no_sequencer(world)
-    html = text_of(page(operator))
-    assert idle not in html and "last tick 6 min ago" in html, "without a leader, the page gives no reason"
 
 
 def test_an_installation_says_what_it_changes_of_a_topic(world: World, outbox_settings: Callable[..., None]) -> None:

@@ -12,14 +12,13 @@ import pytest
 
 from outbox.broker.operations import summary
 from outbox.contrib.console import rendering
-from outbox.contrib.console.followers.cause import HEADER
 from outbox.contrib.django import publish
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.reconciliation.models import Finding
 from tests.django.broker_world import World
 from tests.django.console.support import Site
 from tests.django.console.test_settling import decision, lost_end
-from tests.django.operators import blocked, bury, dead_keys, retried, working
+from tests.django.operators import blocked, bury, retried, working
 from tests.django.support import sequence
 from tests.sample.browser import Browser
 
@@ -45,7 +44,6 @@ def busy(world: World) -> list[str]:
     ).message_id
     publish("orders", {}, key="order-7", at_once=True)
     publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600, at_once=True)
-    publish("orders", {}, key=HOSTILE, headers={HEADER: f"{message_id} mail"}, at_once=True)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
     retried(world, "stock", "order-7", f"ValueError: {HOSTILE}")
@@ -86,27 +84,6 @@ def confirm(browser: Browser, why: str) -> None:
     """Give the reason and do it."""
     browser.evaluate(f"document.querySelector('#why').value = {why!r}")
     browser.click("form.confirm button")
-
-
-@pytest.mark.slow
-def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) -> None:
-    world.subscribe("mail")
-    world.publish(5)
-    for number in range(5):
-        bury(world, "mail", f"k{number}", "TimeoutError: no answer" if number < 3 else "KeyError: 'email'")
-    with Browser() as browser:
-        site.open(browser, "/outbox/dead-letters/")
-        assert "3 × TimeoutError in mail" in browser.text("main") and "2 × KeyError" in browser.text("main")
-        browser.click("section.error button.good")
-        assert "Deliver 3 dead letters again to group mail whose error is of type TimeoutError" in browser.text("main")
-        # A message that becomes a dead letter after this page was shown is not included.
-        publish("orders", {}, key="k5", at_once=True)
-        sequence()
-        bury(world, "mail", "k5", "TimeoutError: no answer")
-        confirm(browser, "the mail server is back")
-        assert "settled" in browser.text("main")
-    assert dead_keys(world.run, "mail") == ["k3", "k4", "k5"]
-    assert OperatorAction.objects.get().after == {"settled": 3}
 
 
 @pytest.mark.slow
@@ -152,19 +129,6 @@ LISTS: Final = (
     "topics/",
     "audit/",
 )
-
-
-@pytest.mark.slow
-def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(world: World, site: Site) -> None:
-    busy(world)
-    is_visible = "document.querySelector('.filters form').checkVisibility()"
-    for width, is_folded in ((320, True), (1280, False)):
-        with Browser(width=width, height=740) as browser:
-            for page in LISTS:
-                site.open(browser, f"/outbox/{page}")
-                assert browser.evaluate(is_visible) is not is_folded, (page, width)
-                browser.evaluate("document.querySelector('.filters').open = true")
-                assert browser.evaluate(is_visible), (page, width)
 
 
 @pytest.mark.slow

@@ -19,9 +19,7 @@ from django.utils import translation
 from outbox.contrib.console.urls import LISTED
 from outbox.contrib.django.models import RaisedCondition
 from tests.django.broker_world import World
-from tests.django.console.support import Site
 from tests.django.console.test_hostile_values import PAGES, crowd
-from tests.sample.browser import Browser
 
 pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
@@ -47,11 +45,6 @@ def test_without_time_zones_the_pages_answer_in_the_time_of_the_project(world: W
     at = datetime.fromisoformat(shown)
     assert at.utcoffset() in (timedelta(hours=12, minutes=45), timedelta(hours=13, minutes=45))
     assert abs(datetime.now(UTC) - at) < timedelta(minutes=5)
-
-
-@pytest.mark.slow
-def test_every_page_is_the_same_in_telling_languages(world: World, operator: Client) -> None:
-    every_page_is_the_same(world, operator, TELLING)
 
 
 @pytest.mark.slow
@@ -95,14 +88,3 @@ def test_a_request_in_another_language_gets_the_english_page(world: World, opera
         assert operator.get("/outbox/liveness/", headers={"Accept-Language": "ar"}).json()["at"].isascii()
     with override_settings(LANGUAGE_CODE="de"):
         assert 'data-check-every="1.0"' in operator.get("/outbox/").content.decode()
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-def test_a_page_in_german_keeps_up_in_a_browser(world: World, site: Site) -> None:
-    """It asks every second, and greys nothing out."""
-    with override_settings(LANGUAGE_CODE="de", USE_THOUSAND_SEPARATOR=True), Browser() as browser:
-        site.open(browser)
-        before = browser.wait_for("document.querySelector('#looked time')?.textContent")
-        browser.wait_for(f"document.querySelector('#looked time').textContent !== {before!r}")
-        assert browser.evaluate("document.querySelectorAll('.stale, .stale-note:not([hidden])').length") == 0

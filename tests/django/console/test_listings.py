@@ -6,11 +6,9 @@ import json
 import re
 from datetime import UTC, datetime
 from html import unescape
-from io import StringIO
 from typing import Any
 
 import pytest
-from django.core.management import call_command
 from django.test import Client
 from django.utils.html import strip_tags
 
@@ -19,14 +17,13 @@ from outbox.contrib.django.actions.listing import COMMAND, PAGE, Listing
 from outbox.contrib.django.catalogue import LISTINGS
 from tests.django.broker_world import World
 from tests.django.operators import bury, command_of, working
+from tests.django.support import call
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def printed(listing: Listing, *more: str) -> str:
-    out = StringIO()
-    call_command(*command_of(listing, "mail"), *more, stdout=out, no_color=True)
-    return out.getvalue()
+    return call(*command_of(listing, "mail"), *more)
 
 
 def cells_of(page: str, label: str) -> list[str]:

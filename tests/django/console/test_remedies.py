@@ -10,19 +10,13 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from outbox.broker.groups import members
-from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Severity
-from outbox.contrib.console import cards
 from outbox.contrib.console.templatetags import outbox_console
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.known_conditions import catalogue
-from outbox.contrib.limits import Limits
-from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.faults import no_sequencer
 from tests.django.operators import blocked, bury, client_of, dead_keys, make_user, retried, working
@@ -71,18 +65,6 @@ def test_each_place_of_a_condition_is_a_page() -> None:
     assert len(places) > 20
     for place in places:
         assert reverse(f"outbox:{place.page}"), place
-
-
-def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:
-    register(world.run, Subscription(topic="orders", group="mail", options=[Limits(running=2)]))
-    html = page(operator)
-    assert "limit_binding" not in html
-    [card] = cards.cards(
-        [catalogue()["limit_binding"].condition(Severity.WARNING, [{"group": "mail", "topic": "orders"}], 1)]
-    )
-    [evidence] = card.evidence
-    assert (evidence.url, evidence.link) == ("/outbox/groups/one/?name=mail&topic=orders#limits", "Change the limits …")
-    assert 'id="limits"' in page(operator, evidence.url.removeprefix("/outbox/"))
 
 
 def test_values_are_shown_for_people() -> None:
@@ -212,16 +194,18 @@ def test_lists_of_messages_have_tabs_with_counts_and_show_the_state_of_each_row(
     assert ">later<" not in page(operator, "waiting/?retrying=yes")
 
 
-def test_one_row_is_replayed_by_its_own_button(world: World, operator: Client) -> None:
+def test_letters_that_arrive_after_a_plan_are_not_replayed_with_it(world: World, operator: Client) -> None:
     world.subscribe("mail")
-    world.publish(2)
-    for number in range(2):
-        bury(world, "mail", f"k{number}", "ValueError: no")
-    for path in ("dead-letters/list/", "dead-letters/list/?group=mail"):
-        assert len(forms(page(operator, path), "replay")) == 2
-    given = forms(page(operator, "dead-letters/list/"), "replay")[0]
-    operator.post("/outbox/act/replay/", {**given, "confirmed": "yes", "why": "a test"})
-    assert len(dead_keys(world.run, "mail")) == 1
+    world.publish(3)
+    bury(world, "mail", "k0", "TimeoutError: no answer")
+    bury(world, "mail", "k1", "KeyError: 'email'")
+    [given] = [one for one in forms(page(operator, "dead-letters/"), "replay") if one["error_type"] == "TimeoutError"]
+    plan = operator.post("/outbox/act/replay/", given).content.decode()
+    assert "Deliver 1 dead letter again to group mail whose error is of type TimeoutError" in text_of(plan)
+    bury(world, "mail", "k2", "TimeoutError: no answer")
+    confirmed = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', plan))
+    operator.post("/outbox/act/replay/", {**confirmed, "confirmed": "yes", "why": "the mail server is back"})
+    assert dead_keys(world.run, "mail") == ["k1", "k2"]
 
 
 def test_groups_are_listed_by_state(world: World, operator: Client) -> None:
@@ -258,20 +242,6 @@ def test_workers_are_listed_with_their_running_calls(world: World, operator: Cli
     assert "alive" in text and "vanished" in text and "The longest for 40 s" in text and "attempt 2" in text
     assert "No consumer process runs" in page(operator, "workers/?group=another")
     assert "The longest for" in page(operator, "groups/one/?name=mail")
-
-
-def test_workers_are_listed_by_state(world: World, operator: Client) -> None:
-    world.subscribe("mail")
-    world.publish(1)
-    [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
-    instance = working(world, "mail", message_id)
-
-    def counts() -> list[int]:
-        return [page(operator, f"workers/?state={one}").count("<tr data-key") for one in ("", "alive", "draining")]
-
-    assert counts() == [1, 1, 0]
-    members.heartbeat(world.run, instance, {}, term_seconds=600, draining=True)
-    assert counts() == [1, 0, 1]
 
 
 def test_the_audit_is_filtered(world: World, operator: Client) -> None:

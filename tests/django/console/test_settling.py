@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import pytest
 from django.db import transaction
@@ -128,19 +128,6 @@ def test_asking_a_producer_group_without_a_process_says_that_no_process_answers(
     assert take_turn(world.run, group, CHECK_BACK, interval_seconds=5)
     shown = operator.post("/outbox/act/ask/", given).content.decode()
     assert "No process answers" not in shown and "The next check-back pass" in shown
-
-
-def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
-    transaction_id = lost_end(world)
-    page = operator.get(f"/outbox/messages/{transaction_id}/").content.decode()
-    assert "Why it is undecided" in page and "its producer group has not been asked yet" in page
-    world.subscribe("effects")
-    run_check_back()
-    sequence()
-    page = operator.get(f"/outbox/messages/{transaction_id}/").content.decode()
-    for event in ("Published", "Stored as a half message", "Committed", "decided by check-back", "Queued", "effects"):
-        assert event in page
-    assert operator.get(f"/outbox/messages/{uuid4()}/").status_code == 404
 
 
 def test_bodies_need_a_permission_and_are_masked(world: World, operator: Client, outbox_settings: object) -> None:

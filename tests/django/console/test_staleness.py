@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 import outbox
-from outbox.broker import embedded
 from outbox.contrib.console import urls
-from outbox.contrib.django.database.aliases import alias_conninfo
 from tests.django.broker_world import World
-from tests.django.console.web_process import WebProcess, kill_server, web_process
+from tests.django.console.web_process import WebProcess, web_process
 from tests.django.operators import ALL, make_user
 from tests.sample.browser import Browser
 
@@ -126,17 +124,3 @@ def test_nothing_that_is_typed_into_is_in_what_is_replaced() -> None:
         part = text.partition('<div id="live"')[2].partition("{% endblock %}")[0]
         # The buttons of actions have no typed text, and lead to a page that shows the plan.
         assert not re.findall(r"<(form|input|button|select|textarea|dialog)|{% action_form ", part)
-
-
-@pytest.mark.slow
-def test_an_open_page_greys_while_postgresql_is_down(own_server: tuple[Path, World, WebProcess]) -> None:
-    data, _, web = own_server
-    with Browser() as browser:
-        web.site.open(browser)
-        assert "No fault at" in browser.text("#live")
-        wait_until_fresh(browser)
-        kill_server(embedded.postmaster_pid(data), alias_conninfo("broker"))
-        wait_until_stale(browser, "the server answers with 503")
-        assert browser.evaluate("[...document.querySelectorAll('.chart')].every(e => e.classList.contains('stale'))")
-        embedded.start(data)
-        wait_until_fresh(browser)

@@ -46,18 +46,6 @@ def test_the_form_of_limits_shows_what_holds(world: World, operator: Client) -> 
     assert done(operator, "limits", **given, running="5").after["changed"] == {"running": 5}
 
 
-def test_groups_and_topics_are_listed_from_the_summary(world: World, operator: Client) -> None:
-    world.subscribe("mail")
-    world.publish(8)
-    groups = operator.get("/outbox/groups/").content.decode()
-    assert ">mail</a>" in groups and "no workers" in groups
-    assert ">orders</a>" in operator.get("/outbox/topics/?q=ord").content.decode()
-    topic = operator.get("/outbox/topics/one/?name=orders").content.decode()
-    assert ">mail</a>" in topic and "NORMAL" in topic
-    part = operator.get("/outbox/groups/", headers={"Outbox-Part": "true"}).content.decode()
-    assert part.strip().startswith('<div id="live"') and "<html" not in part
-
-
 def test_findings_say_what_to_do(world: World, operator: Client) -> None:
     receipt = publish("orders", {}, at_once=True)
     given = {"output": "o", "run": "r", "rule": "paid orders", "severity": "critical"}

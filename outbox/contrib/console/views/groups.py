@@ -11,7 +11,6 @@ from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.broker_conditions import outages, retried_errors, waits
-from outbox.broker.operations.conditions import Counted
 from outbox.broker.operations.listings import group_now, list_processes
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.summary import Summary

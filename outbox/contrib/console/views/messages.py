@@ -18,7 +18,7 @@ from outbox.broker.database.executor import Row, time_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.broker_conditions import outages
 from outbox.broker.operations.conditions import Fact
-from outbox.broker.operations.listings import open_transaction
+from outbox.broker.operations.listings import may_run, open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, trace
 from outbox.broker.transaction.turns import silent_groups
@@ -27,7 +27,6 @@ from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import application, as_uuid, reading, text, value
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
-from outbox.contrib.console.views.followers import TONES, picture
 from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.actions.declaration import FieldKind
 from outbox.contrib.django.models import OperatorAction
@@ -41,6 +40,19 @@ from outbox.utils.safe_text import inert, masked_names, masked_value
 _HOUR: Final = timedelta(hours=1)
 # The periods of time that a search can cover, by name. The first period is the default.
 _SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
+# The colour of a group's state.
+_TONES: Final = {
+    EntryState.HANDLED: "good",
+    EntryState.PASSED: "good",
+    EntryState.DEAD: "bad",
+    EntryState.EXPIRED: "bad",
+    EntryState.TIMED_OUT: "warn",
+    EntryState.SENT_BACK: "warn",
+    EntryState.LEFT: "warn",
+    EntryState.WAITING: "warn",
+}
+# The page of a message shows at most this many messages of its transaction.
+_SHOWN: Final = 50
 
 
 @seeing
@@ -95,7 +107,6 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             shown_one = _chosen(found, message_id)
             opened = None if found.decision else open_transaction(run, UUID(shown_one.transaction_id))
             is_answered = opened is None or not silent_groups(run, [opened.transaction_id])
-            drawn = picture(run, found, shown_one)
             if may(request, BODIES):
                 content = content_of(run, UUID(shown_one.message_id))
         paused = {(one["group"], one["topic"]): one for one in outages(run)}
@@ -108,9 +119,8 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             status=404,
         )
     return render(request, "message", _context(found, shown_one, paused) | {
-        "may_run": opened.may_run if opened else "",
+        "may_run": may_run(opened) if opened else "",
         "is_answered": is_answered,
-        "picture": drawn,
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
 
@@ -133,6 +143,8 @@ def _context(found: Trace, one: Row, paused: Outages) -> dict[str, object]:
         "due_at": found.pending and time_of(found.pending.due_at),
         "is_overdue": found.pending is not None and time_of(found.pending.due_at) < datetime.now(UTC),
         "deliver_at": one.deliver_at and time_of(one.deliver_at),
+        "transaction": _of_transaction(found, one) if len(found.messages) > 1 else [],
+        "more": max(0, len(found.messages) - _SHOWN),
         "events": events(found, one),
         "parts": parts(found, one, paused),
         "dead_groups": sorted(dead),
@@ -147,6 +159,22 @@ def _context(found: Trace, one: Row, paused: Outages) -> dict[str, object]:
         "done": done,
         "claimed": claimed,
     }  # fmt: skip
+
+
+def _of_transaction(found: Trace, one: Row) -> list[tuple[Row, list[tuple[str, str]]]]:
+    """The messages of a transaction, each with its state in each group as text and tone."""
+    at = found.messages.index(one)
+    shown = found.messages[:_SHOWN] if at < _SHOWN else [one, *found.messages[: _SHOWN - 1]]
+    return [
+        (
+            message,
+            [
+                (f"{group}: {entry.state}", _TONES.get(entry.state, "plain"))
+                for group, entry in sorted(_newest_entries(found, message).items())
+            ],
+        )
+        for message in shown
+    ]
 
 
 def _chosen(found: Trace, message_id: UUID) -> Row:
@@ -211,7 +239,8 @@ def _state_in_groups(trace: Trace, message: Row) -> tuple[str, str]:
     for state, word in _WORST_FIRST:
         if state in states:
             count = states.count(state)
-            return (word if count == len(newest) else f"{word} in {count} of {len(newest)} groups"), TONES[state]
+            said = word if count == len(newest) else f"{word} in {count} of {len(newest)} groups"
+            return said, _TONES.get(state, "plain")
     if discarded:
         return "discarded", "plain"
     return "handled" if {EntryState.HANDLED, EntryState.PASSED} & set(states) else "committed", "good"
@@ -344,7 +373,7 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
             {
                 "group": group,
                 "state": str(entry.state),
-                "tone": TONES.get(entry.state, "plain"),
+                "tone": _TONES.get(entry.state, "plain"),
                 "place": place,
                 "attempts": attempts,
                 "due_at": due.get(group),

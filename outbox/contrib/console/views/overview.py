@@ -18,7 +18,7 @@ from outbox.broker.operations.summary import KEPT_SECONDS, Overview
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
-from outbox.contrib.console.history import SummaryHistory, SummaryPoint, summary_history
+from outbox.contrib.console.history import summary_history
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.signs import Signs, read_signs
 from outbox.contrib.django.actions.cells import local
@@ -144,13 +144,13 @@ def history(request: HttpRequest) -> HttpResponse:
     of the time, so that a diagram also shows that nothing was measured at its ends.
     """
     with reading() as run:
-        found = summary_history(run, text(request.GET, "group"))
-    pairs = list(_with_gaps(found))
+        now, points = summary_history(run, text(request.GET, "group"))
+    pairs = list(_with_gaps(points))
     totals = {"published": "stored"} | {name: name for name in _TOTALS}
     return JsonResponse(
         {
-            "since": found.now - KEPT_SECONDS,
-            "until": found.now,
+            "since": now - KEPT_SECONDS,
+            "until": now,
             "at": [after.at for _, after in pairs],
             **{name: [_rate(*pair, total) for pair in pairs] for name, total in totals.items()},
             "lag": [None if before is None else after.lag for before, after in pairs],
@@ -159,20 +159,20 @@ def history(request: HttpRequest) -> HttpResponse:
     )
 
 
-def _with_gaps(found: SummaryHistory) -> Iterator[tuple[SummaryPoint | None, SummaryPoint]]:
+def _with_gaps(points: Sequence[Row]) -> Iterator[tuple[Row | None, Row]]:
     """The pairs of successive points; a pair with None where nothing was measured for long.
 
     Without the None, the diagram would draw a line over the gap, as if the figures in between were known.
     """
-    pairs = list(pairwise(found.points))
+    pairs = list(pairwise(points))
     usual = median(after.at - before.at for before, after in pairs) if pairs else 0.0
     for before, after in pairs:
         if after.at - before.at > usual * _GAP:
-            yield None, replace(after, at=before.at + usual)
+            yield None, Row(**{**vars(after), "at": before.at + usual})
         yield before, after
 
 
-def _rate(before: SummaryPoint | None, after: SummaryPoint, name: str) -> float | None:
+def _rate(before: Row | None, after: Row, name: str) -> float | None:
     if before is None:
         return None
     old, new = getattr(before, name), getattr(after, name)
@@ -180,7 +180,8 @@ def _rate(before: SummaryPoint | None, after: SummaryPoint, name: str) -> float 
         return None
     # If a group or a topic was deleted, the newer total may be smaller than the older total. In this case the rate is
     # 0.
-    return round(float(max(0, new - old)) / max(0.001, after.at - before.at), 3)
+    rate: float = round(max(0, new - old) / max(0.001, after.at - before.at), 3)
+    return rate
 
 
 def _sentence(verdict: ConditionReport) -> str:
@@ -257,7 +258,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Sequencer",
         "leads" if broker.leader else "no leader",
-        _last_tick(broker, conditions)
+        f"last tick {duration(broker.last_tick_seconds_ago)} ago"
         + (f", process {broker.leading.pid} on {broker.leading.host}" if broker.leading else ""),
         f"{reverse('outbox:workers')}",
         tone_of(conditions, "Sequencer"),
@@ -272,11 +273,3 @@ def _among(groups: Sequence[Row], name: str) -> str:
 
 def _groups(groups: Sequence[Row]) -> str:
     return "1 group" if len(groups) == 1 else f"{len(groups)} groups"
-
-
-def _last_tick(broker: Overview, conditions: Sequence[Condition]) -> str:
-    """When the last tick was. The leader makes one only if there is something to queue, so an idle broker has none."""
-    said = f"last tick {duration(broker.last_tick_seconds_ago)} ago"
-    is_late = any(one.name in ("no_sequencer", "ticks_late", "unreachable") for one in conditions)
-    is_idle = broker.leader is not None and not is_late and broker.last_tick_seconds_ago > _IDLE_SECONDS
-    return f"{said}: no message to queue since then" if is_idle else said

@@ -1,4 +1,4 @@
-"""Actions on consumer groups: pause, resume, skip a message, reset, rename and delete."""
+"""Actions on consumer groups: pause, resume, skip a message, reset and delete."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from outbox.contrib.django.actions.declaration import (
     counted,
 )
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.operations.renaming import rename_group
+from outbox.contrib.django.database.aliases import on_broker
 from outbox.errors import UsageError
 from outbox.subscription import Start
 
@@ -60,8 +59,7 @@ def _pause(values: Values) -> ActionPlan:
     paused = _is_paused(group)
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            changes.pause(Executor(connection, schema), group)
+        on_broker(changes.pause, group)
         return {"paused": _is_paused(group)}
 
     return ActionPlan(
@@ -85,8 +83,7 @@ def _resume(values: Values) -> ActionPlan:
     group = values["group"]
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            released = changes.resume(Executor(connection, schema), group)
+        released = on_broker(changes.resume, group)
         return {"paused": _is_paused(group), "released_queues": released}
 
     return ActionPlan(
@@ -98,8 +95,7 @@ def _resume(values: Values) -> ActionPlan:
 
 
 def _is_paused(group: str) -> bool:
-    with broker_connection() as (connection, schema):
-        return bool(group_now(Executor(connection, schema), group).paused)
+    return bool(on_broker(group_now, group).paused)
 
 
 # -- skip -----------------------------------------------------------------------------------------------
@@ -123,8 +119,7 @@ def _skip(values: Values) -> ActionPlan:
     group, topic, message_id = values["group"], values["topic"], values["id"]
 
     def moved(*, dry_run: bool) -> QueueReset:
-        with broker_connection() as (connection, schema):
-            return skip(Executor(connection, schema), group, topic, message_id, dry_run=dry_run)
+        return on_broker(skip, group, topic, message_id, dry_run=dry_run)
 
     planned = moved(dry_run=True)
     return ActionPlan(
@@ -174,9 +169,7 @@ def _reset(values: Values) -> ActionPlan:
     target, words = _target(values)
 
     def moved(*, dry_run: bool) -> Sequence[QueueReset]:
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
-            return reset(run, group, topic, target, number=values["queue"], reprocess=again, dry_run=dry_run)
+        return on_broker(reset, group, topic, target, number=values["queue"], reprocess=again, dry_run=dry_run)
 
     planned = moved(dry_run=True)
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
@@ -213,31 +206,7 @@ def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
     return shown | ({"not_listed": len(moves) - _NOTED} if len(moves) > _NOTED else {})
 
 
-# -- rename, delete -------------------------------------------------------------------------------------
-
-
-@action(
-    "rename_group",
-    "Rename a stopped group, with its positions, retries, dead letters and inbox rows",
-    "outbox_group rename",
-    GROUP,
-    argument("new_name", "the new name"),
-    permission=None,
-)
-def _rename(values: Values) -> ActionPlan:
-    old, new = values["group"], values["new_name"]
-    rename_group(old, new, dry_run=True)
-
-    def do() -> Mapping[str, Any]:
-        return asdict(rename_group(old, new))
-
-    return ActionPlan(
-        subject=f"group {old}",
-        effect=f"Rename group {old} to {new}, with its positions, retries, dead letters and inbox rows. Start its "
-        "workers with the new name.",
-        before={"name": old},
-        do=do,
-    )
+# -- delete ----------------------------------------------------------------------------------------------
 
 
 @action(
@@ -252,8 +221,7 @@ def _delete(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]
 
     def deleted(*, dry_run: bool) -> Sequence[Loss]:
-        with broker_connection() as (connection, schema):
-            return delete_group(Executor(connection, schema), group, topic=topic, dry_run=dry_run)
+        return on_broker(delete_group, group, topic=topic, dry_run=dry_run)
 
     losses = deleted(dry_run=True)
     what = f"group {group}" if topic is None else f"the subscription of group {group} to {topic}"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
+
+from django.db import router
+from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
@@ -31,13 +36,13 @@ from outbox.contrib.django.actions.declaration import (
 )
 from outbox.contrib.django.actions.groups import GROUP
 from outbox.contrib.django.actions.listing import Asked, Choice, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import handled
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.operations.known_conditions import observer
-from outbox.contrib.django.operations.renaming import on_each_inbox
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import UsageError
+from outbox.errors import LedgerUnavailable, UsageError
 from outbox.recall import Recall
 from outbox.utils.safe_text import masked_names
 
@@ -209,8 +214,7 @@ def _now() -> datetime:
     """The present time by the clock of the broker."""
     if (server := observer()) is not None:
         return server.now()
-    with broker_connection() as (connection, schema):
-        [now] = Executor(connection, schema).one(_NOW)
+    [now] = on_broker(Executor.one, _NOW)
     assert isinstance(now, datetime)
     return now
 
@@ -339,21 +343,15 @@ def _redeliver_buttons(page: Mapping[str, Any]) -> Sequence[Button]:
 )
 def _redeliver(values: Values) -> ActionPlan:
     message_id, group = values["id"], values["group"]
-    forgotten: list[int] = []
+    forget = partial(_forget, group, message_id)
 
-    def forget() -> None:
-        consequence = "so the message was not delivered again, because the inbox would skip it"
-        rows = on_each_inbox(lambda inbox: handled.forget(inbox, group, message_id), consequence)
-        forgotten.append(sum(rows.values()))
-
-    def redelivered(*, dry_run: bool) -> None:
-        with broker_connection() as (connection, schema):
-            changes.redeliver(Executor(connection, schema), group, message_id, forget=forget, dry_run=dry_run)
+    def redelivered(*, dry_run: bool) -> int:
+        return on_broker(changes.redeliver, group, message_id, forget=forget, dry_run=dry_run)
 
     def do() -> Mapping[str, Any]:
-        redelivered(dry_run=False)
+        rows = redelivered(dry_run=False)
         get_broker().notify_decided()
-        return {"delivered_again": 1, "inbox_rows_removed": sum(forgotten)}
+        return {"delivered_again": 1, "inbox_rows_removed": rows}
 
     redelivered(dry_run=True)
     return ActionPlan(
@@ -365,6 +363,27 @@ def _redeliver(values: Values) -> ActionPlan:
         dangerous=True,
         do=do,
     )
+
+
+def _forget(group: str, message_id: UUID) -> int:
+    """Remove a message from the group's inboxes, and return the number of rows. Raises LedgerUnavailable."""
+    from outbox.contrib.django.models import InboxEntry
+
+    rows = 0
+    for alias in ledger_aliases():
+        if not router.allow_migrate_model(alias, InboxEntry):
+            continue
+        try:
+            with closing(open_connection(alias)) as connection:
+                if InboxEntry._meta.db_table in connection.introspection.table_names():
+                    rows += handled.forget(connection, group, message_id)
+        except DatabaseError as error:
+            raise LedgerUnavailable(
+                f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the message was not "
+                "delivered again, because the inbox would skip it. Make the database reachable, and run this command "
+                "again."
+            ) from error
+    return rows
 
 
 # -- the lists ------------------------------------------------------------------------------------------
@@ -381,9 +400,7 @@ def _read_letters(run: Executor, asked: Asked) -> Sequence[DeadLetter]:
 
 
 def _letter_with_failures(one: DeadLetter) -> Mapping[str, Any]:
-    with broker_connection() as (connection, schema):
-        failures = failed_attempts(Executor(connection, schema), one.group, one.message_id)
-    return {"letter": one, "failures": failures}
+    return {"letter": one, "failures": on_broker(failed_attempts, one.group, one.message_id)}
 
 
 def _given_up(one: DeadLetter) -> list[object]:

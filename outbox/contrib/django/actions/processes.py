@@ -11,11 +11,11 @@ from typing import Final
 
 from django.utils.html import format_html, format_html_join
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.log.failing import failing
-from outbox.broker.operations.listings import PROCESS_STATES, ConsumerProcess, list_processes
+from outbox.broker.operations import summary
+from outbox.broker.operations.listings import PROCESS_STATES, list_processes
 from outbox.broker.operations.liveness import leadership
-from outbox.broker.operations.summary import leading_process
 from outbox.contrib.django.actions.cells import ago, badge, group_link, html, joined, message_link, quiet, span
 from outbox.contrib.django.actions.declaration import Field
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Column, Listing, States
@@ -25,13 +25,15 @@ _SHOWN_GROUPS: Final = 8
 _TONES: Final = {"alive": "good", "draining": "warn"}
 
 
-def _notes(run: Executor, asked: Asked, rows: Sequence[ConsumerProcess]) -> Mapping[str, object]:
+def _notes(run: Executor, asked: Asked, rows: Sequence[Row]) -> Mapping[str, object]:
     versions = sorted({one.version for one in rows if one.version and one.is_alive})
-    now = leadership(run)
-    return {"leader": now, "process": leading_process(run, now.leader), "failing": failing(run), "versions": versions}
+    now, counted = leadership(run), summary.stored(run)
+    leading = counted.leader if counted is not None else None
+    process = leading if leading is not None and leading.owner == now.leader else None
+    return {"leader": now, "process": process, "failing": failing(run), "versions": versions}
 
 
-def _state(one: ConsumerProcess) -> list[object]:
+def _state(one: Row) -> list[object]:
     silent = one.is_alive and one.is_silent
     found: list[object] = [
         badge(f"{one.state}, but silent" if silent else one.state, "warn" if silent else _TONES.get(one.state, "bad"))
@@ -41,13 +43,13 @@ def _state(one: ConsumerProcess) -> list[object]:
     return [*found, badge("leads")] if one.leads else found
 
 
-def _groups(one: ConsumerProcess) -> object:
+def _groups(one: Row) -> object:
     left = len(one.groups) - _SHOWN_GROUPS
     shown = joined([group_link(name) for name in one.groups[:_SHOWN_GROUPS]])
     return [shown, f"and {left} more"] if left > 0 else shown
 
 
-def _calls(one: ConsumerProcess) -> object:
+def _calls(one: Row) -> object:
     if one.seen_at is None:
         return None
     if not one.running:
@@ -72,7 +74,7 @@ def _calls(one: ConsumerProcess) -> object:
     ]
 
 
-def _is_in(state: str) -> Callable[[ConsumerProcess], bool]:
+def _is_in(state: str) -> Callable[[Row], bool]:
     return lambda one: one.state == state
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS, incidents_to_settle, settle_incidents
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import on_broker
 from outbox.contrib.django.operations.comparing import losses, settle_losses
 from outbox.contrib.django.operations.installation import remove_broker, remove_part
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
@@ -37,10 +36,6 @@ def _drop(values: Values) -> ActionPlan:
     if values["part"]:
         return _drop_part(settings, values["part"], given)
     left = remove_broker(settings, **given, dry_run=True)
-
-    def do() -> Mapping[str, Any]:
-        return {"lost": remove_broker(settings, **given, dry_run=False)}
-
     return ActionPlan(
         subject=f"schema {settings.schema!r} on {settings.broker!r}",
         effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. To keep "
@@ -48,22 +43,18 @@ def _drop(values: Values) -> ActionPlan:
         "another alias.",
         caution="This cannot be undone.",
         before={"lost": left},
-        do=do,
+        do=lambda: {"lost": remove_broker(settings, **given, dry_run=False)},
     )
 
 
 def _drop_part(settings: OutboxSettings, part: str, given: Mapping[str, Any]) -> ActionPlan:
     rows = remove_part(settings, part, **given, dry_run=True)
-
-    def do() -> Mapping[str, Any]:
-        return {"lost": remove_part(settings, part, **given, dry_run=False)}
-
     return ActionPlan(
         subject=f"part {part} in schema {settings.schema!r} on {settings.broker!r}",
         effect=f"Drop the tables of part {part!r} with all rows. A process that still has the part stops working.",
         caution="This cannot be undone.",
         before={"lost": rows},
-        do=do,
+        do=lambda: {"lost": remove_part(settings, part, **given, dry_run=False)},
     )
 
 
@@ -97,12 +88,7 @@ def _settle(values: Values) -> ActionPlan:
 
 
 def _settle_conditions(names: Sequence[str]) -> ActionPlan:
-    with broker_connection() as (connection, schema):
-        held = incidents_to_settle(Executor(connection, schema))
-
-    def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            return {"settled": settle_incidents(Executor(connection, schema), names)}
+    held = on_broker(incidents_to_settle)
 
     return ActionPlan(
         subject=f"conditions {', '.join(names)}",
@@ -110,5 +96,5 @@ def _settle_conditions(names: Sequence[str]) -> ActionPlan:
         "A new incident raises the condition again.",
         before={name: held.get(name, 0) for name in names},
         nothing=not any(name in held for name in names),
-        do=do,
+        do=lambda: {"settled": on_broker(settle_incidents, names)},
     )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.deletion import delete_topic
 from outbox.contrib.django.actions.declaration import ActionPlan, Values, action, argument, counted
 from outbox.contrib.django.actions.groups import describe_losses
 from outbox.contrib.django.actions.listing import Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import on_broker
 
 
 @action(
@@ -24,13 +22,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 )
 def _delete(values: Values) -> ActionPlan:
     name = values["name"]
-    with broker_connection() as (connection, schema):
-        loss = delete_topic(Executor(connection, schema), name, dry_run=True)
-
-    def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            return {"lost": asdict(delete_topic(Executor(connection, schema), name))}
-
+    loss = on_broker(delete_topic, name, dry_run=True)
     return ActionPlan(
         subject=f"topic {name}",
         effect=f"Delete topic {name}, with {counted(loss.undelivered, 'message')} in no queue yet, and "
@@ -38,7 +30,7 @@ def _delete(values: Values) -> ActionPlan:
         caution="This cannot be undone.",
         dangerous=True,
         before={"losses": asdict(loss)},
-        do=do,
+        do=lambda: {"lost": asdict(on_broker(delete_topic, name))},
     )
 
 

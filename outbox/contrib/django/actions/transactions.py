@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations import changes
 from outbox.broker.operations.conditions import duration
-from outbox.broker.operations.listings import OpenTransaction, list_open, open_transaction
+from outbox.broker.operations.listings import list_open, may_run, open_transaction
+from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
@@ -27,7 +28,7 @@ from outbox.contrib.django.actions.declaration import (
     counted,
 )
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
@@ -143,8 +144,8 @@ def _ask_parked(page: Mapping[str, Any]) -> Sequence[Button]:
         on_page=False,
     ),
     buttons={
-        "undecided": lambda row: (
-            _ask_button(row.one.transaction_id) if row.is_answered else [quiet("No process answers its checks.")]
+        "undecided": lambda one: (
+            _ask_button(one.transaction_id) if one.is_answered else [quiet("No process answers its checks.")]
         ),
         "parked transactions": _ask_parked,
         "search": lambda found: (
@@ -228,10 +229,8 @@ def _decide_buttons(transaction_id: object) -> Sequence[Button]:
         on_page=False,
     ),
     buttons={
-        "undecided": lambda row: (
-            [quiet(f"It may still run: {row.one.may_run}.")]
-            if row.one.may_run
-            else _decide_buttons(row.one.transaction_id)
+        "undecided": lambda one: (
+            [quiet(f"It may still run: {why}.")] if (why := may_run(one)) else _decide_buttons(one.transaction_id)
         ),
         "undecided message": lambda page: [] if page["may_run"] else _decide_buttons(page["message"].transaction_id),
     },
@@ -273,8 +272,7 @@ def _decide(values: Values) -> ActionPlan:
 
 
 def _undecided(transaction_id: UUID) -> Check:
-    with broker_connection() as (connection, schema):
-        check = find_undecided(Executor(connection, schema), transaction_id)
+    check = on_broker(find_undecided, transaction_id)
     if check is None:
         raise UsageError(
             f"{transaction_id} is not an undecided transaction: `outbox_message show {transaction_id}` shows its "
@@ -296,11 +294,10 @@ def _not_proven(check: Check, decision: Decision, answer: Answer) -> str:
 
 
 def _refuse_running(transaction_id: UUID) -> None:
-    with broker_connection() as (connection, schema):
-        found = open_transaction(Executor(connection, schema), transaction_id)
-    if found is not None and found.may_run:
+    found = on_broker(open_transaction, transaction_id)
+    if found is not None and (why := may_run(found)):
         raise UsageError(
-            f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A "
+            f"{transaction_id} was not decided: its local transaction may still run, because {why}. A "
             "wrong decision would contradict the local transaction. Request a check (`outbox_transaction ask`): after "
             "the immunity has ended, check-back asks the ledger and decides, and an operator may also decide. "
             "`outbox_transaction decide --force --running` decides at once."
@@ -308,8 +305,7 @@ def _refuse_running(transaction_id: UUID) -> None:
 
 
 def _known(transaction_id: UUID) -> Mapping[str, Any]:
-    with broker_connection() as (connection, schema):
-        found = trace(Executor(connection, schema), transaction_id)
+    found = on_broker(trace, transaction_id)
     if found is None:
         raise UsageError(f"the broker does not have transaction {transaction_id}: retention may have deleted it.")
     pending = found.pending
@@ -348,12 +344,10 @@ def _accept(values: Values) -> ActionPlan:
 
 
 def _switch(rejecting: bool, effect: str) -> ActionPlan:
-    with broker_connection() as (connection, schema):
-        now = changes.rejects_transactional(Executor(connection, schema))
+    now = on_broker(leadership).is_rejecting
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema), connection.transaction():
-            changes.reject_transactional(Executor(connection, schema), rejecting)
+        on_broker(changes.reject_transactional, rejecting)
         return {"rejecting": rejecting}
 
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
@@ -362,34 +356,27 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
 # -- the list -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """An open transaction, and whether a process answers the checks of its producer group."""
-
-    one: OpenTransaction
-    is_answered: bool
-
-
-def _read(run: Executor, asked: Asked) -> list[_Open]:
-    found = list_open(run, **asked.only("group", "transactional_id", "parked", "after"), limit=asked.limit)
+def _read(run: Executor, asked: Asked) -> list[Row]:
+    """Return a page of open transactions. `is_answered`: a process answers the checks of the producer group."""
+    found = list_open(run, **asked.only("group", "parked", "after"), limit=asked.limit)
     silent = silent_groups(run, [one.transaction_id for one in found])
-    return [_Open(one, one.producer_group not in silent) for one in found]
+    for one in found:
+        one.is_answered = one.producer_group not in silent
+    return found
 
 
-def _notes(run: Executor, asked: Asked, rows: Sequence[_Open]) -> Mapping[str, object]:
-    return {"silent": sorted({row.one.producer_group for row in rows if not row.is_answered})}
+def _notes(run: Executor, asked: Asked, rows: Sequence[Row]) -> Mapping[str, object]:
+    return {"silent": sorted({one.producer_group for one in rows if not one.is_answered})}
 
 
-def _producer(row: _Open) -> list[object]:
-    one = row.one
+def _producer(one: Row) -> list[object]:
     if one.transactional_id is None:
         return [one.producer_group]
     named = quiet(f"{one.transactional_id}, epoch {one.epoch}")
     return [one.producer_group, named, *([badge("fenced", "")] if one.fenced else [])]
 
 
-def _last_answer(row: _Open) -> list[object]:
-    one = row.one
+def _last_answer(one: Row) -> list[object]:
     said: object = "not asked yet" if one.state == "new" else error(one.last_answer or "none yet", 120)
     return [badge("parked", "bad"), said] if one.state == "parked" else [said]
 
@@ -397,25 +384,23 @@ def _last_answer(row: _Open) -> list[object]:
 OPEN: Final = Listing(
     "undecided",
     (
-        Column("Stored", lambda row: ago(row.one.stored_at)),
+        Column("Stored", lambda one: ago(one.stored_at)),
         Column("Producer group", _producer),
-        Column("Messages", lambda row: [row.one.messages, "to", joined(row.one.topics)]),
-        Column("Key", lambda row: shortened(inert(row.one.key), 60), "key"),
-        Column("Checks", lambda row: row.one.checks, "number"),
+        Column("Messages", lambda one: [one.messages, "to", joined(one.topics)]),
+        Column("Key", lambda one: shortened(inert(one.key), 60), "key"),
+        Column("Checks", "checks", "number"),
         Column("Last answer", _last_answer),
-        Column("Transaction", lambda row: message_link(row.one.transaction_id)),
+        Column("Transaction", lambda one: message_link(one.transaction_id)),
     ),
     _read,
     command="outbox_transaction list",
     help="list open transactions, oldest first, including new transactions that are not checked yet",
     fields=(
         Field("group", "list only transactions of this producer group", label="Producer group"),
-        Field("transactional_id", "list only transactions of the producer with this transactional id"),
         Field("parked", "list only parked transactions", FieldKind.FLAG, by_tab=True),
     ),
     after=Field("after", "list the transactions after this transaction", FieldKind.ID),
-    position=lambda row: row.one.transaction_id,
-    json=lambda row: row.one,
+    position=lambda one: one.transaction_id,
     address="undecided/",
     title=lambda given: "Parked transactions" if given["parked"] else "Undecided transactions",
     tab=lambda given: "parked" if given["parked"] else "undecided",

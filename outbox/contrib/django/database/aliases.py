@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -15,6 +15,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
@@ -139,6 +140,16 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
     ):
         check_schema(connection, settings.schema)
         yield connection, settings.schema
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_broker(function: Callable[Concatenate[Executor, P], T], /, *given: P.args, **named: P.kwargs) -> T:
+    """Call a function that begins with an Executor, with a connection to the broker. Raises as `broker_connection`."""
+    with broker_connection() as (connection, schema):
+        return function(Executor(connection, schema), *given, **named)
 
 
 def require_database(settings: OutboxSettings) -> None:

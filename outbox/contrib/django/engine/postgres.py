@@ -16,7 +16,7 @@ from django.core.checks import CheckMessage, Error
 from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database, database_of
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of, on_broker
 from outbox.contrib.django.engine.engine import Engine, HeldQueue
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
@@ -87,8 +87,7 @@ class PostgresEngine(Engine):
         from outbox.broker.operations.progress import list_queues
 
         groups = {item.subscription.group for item in subscribers()}
-        with broker_connection() as (connection, schema):
-            queues = list_queues(Executor(connection, schema))
+        queues = on_broker(list_queues)
         return [
             HeldQueue((queue.queue_id, queue.owner), queue.lag)
             for queue in queues

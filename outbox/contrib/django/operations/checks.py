@@ -24,7 +24,7 @@ from outbox.broker.operations.progress import newcomers
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_database, on_broker
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import mariadb
@@ -413,8 +413,7 @@ def new_groups(run: Executor) -> list[Condition]:
 def warn_of_new_groups(groups: Collection[str]) -> None:
     """Log a warning for each of `groups` that is new to a topic. If the broker cannot be reached, log no warning."""
     try:
-        with broker_connection() as (connection, schema):
-            found = new_groups(Executor(connection, schema))
+        found = on_broker(new_groups)
     except OutboxError as error:
         logger.debug("the check cannot find out which groups are new to a topic: %s", error)
         return
@@ -430,8 +429,8 @@ def _said(one: Row, of_project: Collection[str]) -> Condition:
     )
     former = [name for name in one.without_consumers if name not in of_project]
     renamed = (
-        f" If the new group is {former[0]!r} under another name, stop its workers and run `outbox_group rename "
-        f"{former[0]} {one.group}`."
+        f" If the new group is {former[0]!r} under another name, give it the former name, or move its positions "
+        "(docs/changing-messages.md#another-name-for-a-group)."
         if former
         else ""
     )

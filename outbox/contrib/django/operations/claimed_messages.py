@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
@@ -16,39 +15,23 @@ _CLAIM: Final = ("group", "message_id", "generation", "attempt", "token", "claim
 _STEP: Final = ("group", "message_id", "generation", "name", "attempt", "begun_at", "ended_at")
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedMessages:
-    """The claims and steps of some messages, as rows by column. `unknown`: why a database cannot be read.
+def claimed_messages(message_ids: Sequence[UUID]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the `claims` and `steps` of these messages in all application databases, as rows by column.
 
     A claim is an attempt that has begun and not finished; after a failed attempt, its `expires_at` is in the past. A
-    step without a result has neither `ended_at` nor `bytes`, the size of the result.
+    step without a result has neither `ended_at` nor `bytes`, the size of the result. `unknown_claims`: the reason `why`
+    a database cannot be read. What is empty is left out.
     """
-
-    claims: list[Mapping[str, Any]]
-    steps: list[Mapping[str, Any]]
-    unknown: list[str]
-
-    def as_json(self) -> dict[str, list[Any]]:
-        """The sections of `outbox_message show`."""
-        return {
-            "claims": self.claims,
-            "steps": self.steps,
-            "unknown_claims": [{"why": text} for text in self.unknown],
-        }
-
-
-def claimed_messages(message_ids: Sequence[UUID]) -> ClaimedMessages:
-    """Return the claims and steps of these messages in all application databases."""
     from outbox.contrib.django.models import ClaimEntry, StepEntry
 
-    found = ClaimedMessages([], [], [])
+    found: dict[str, list[Mapping[str, Any]]] = {"claims": [], "steps": [], "unknown_claims": []}
     for alias in ledger_aliases(usable=True):
         claims = ClaimEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("claimed_at")
         steps = StepEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("begun_at")
         try:
-            found.claims.extend(claims.values(*_CLAIM))
+            found["claims"].extend(claims.values(*_CLAIM))
             # The result itself may contain personal data, and may be large.
-            found.steps.extend(steps.values(*_STEP, bytes=Length("result")))
+            found["steps"].extend(steps.values(*_STEP, bytes=Length("result")))
         except DatabaseError as error:
-            found.unknown.append(f"the claims on {alias!r} cannot be read: {str(error).strip()}")
-    return found
+            found["unknown_claims"].append({"why": f"the claims on {alias!r} cannot be read: {str(error).strip()}"})
+    return {name: rows for name, rows in found.items() if rows}

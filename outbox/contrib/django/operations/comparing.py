@@ -32,12 +32,11 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Row
 from outbox.broker.groups import lives
 from outbox.broker.groups.lives import Life
 from outbox.broker.operations import comparisons
 from outbox.broker.operations.comparisons import (
-    Bounds,
     ComparisonKey,
     ComparisonKind,
     DatabaseComparison,
@@ -45,7 +44,7 @@ from outbox.broker.operations.comparisons import (
     MissingTransactions,
 )
 from outbox.broker.operations.presence import unknown_transactions
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection, on_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import first_id_at, has_tables, moment_of
@@ -162,8 +161,7 @@ def settle_losses() -> int:
 
 def losses() -> list[DatabaseComparison]:
     """Return the last comparisons that found a loss, also those of other projects that use the broker."""
-    with broker_connection() as (connection, schema):
-        known = comparisons.list_comparisons(Executor(connection, schema))
+    known = on_broker(comparisons.list_comparisons)
     return [one for one in known.values() if not one.is_clean]
 
 
@@ -171,7 +169,7 @@ def losses() -> list[DatabaseComparison]:
 class _Context:
     run: Executor
     life: Life
-    bounds: Bounds
+    bounds: Row
     known: Mapping[ComparisonKey, DatabaseComparison]
     producer_group: str
     keep: timedelta

@@ -10,13 +10,12 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
-from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Role
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_connection, broker_database, on_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
@@ -35,8 +34,7 @@ from outbox.topic import Topic
 def examine_rights(role: Role) -> list[Condition]:
     """Return whether the connected roles have the rights of `role` in each database, and nothing else."""
     try:
-        with broker_connection() as (connection, schema):
-            return list(check_rights(Executor(connection, schema), role))
+        return on_broker(lambda run: list(check_rights(run, role)))
     except (OutboxError, DatabaseError) as error:
         return [of_text(f"rights to {role}", Severity.CRITICAL, str(error).strip(), "Correct this, then try again.")]
 
@@ -185,31 +183,21 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
     Pruning keeps the inbox rows of messages that are in the log. The inbox must also keep rows of messages that
     retention has removed from the log, because a restored broker may deliver these messages again.
     """
-    name, kept = "retention of the inbox", settings.inbox_retention_seconds
-    longest = max((topic.retention_seconds for topic in topics), default=0)
-    cap = max(DEFAULT_HARD_CAP_SECONDS, longest)
+    kept, longest = settings.inbox_retention_seconds, max((topic.retention_seconds for topic in topics), default=0)
     autodiscover()
     needed = longest + max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)
-    if kept < needed:
-        remedy = (
-            f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to at least {needed:.0f}: otherwise a message may take effect "
-            "twice if a restored broker delivers it again, or if it is sent again with its id."
-        )
-        return of_text(
-            name, Severity.WARNING, f"is {kept:.0f} s, but the broker may deliver a message for {needed:.0f} s", remedy
-        )
-    if kept < cap:
-        text = (
-            f"is longer than a usual delivery with all attempts, which takes at most {needed:.0f} s; the log keeps "
-            "messages that a group has "
-            f"not consumed for {cap:.0f} s, and pruning keeps the inbox rows of messages in the log"
-        )
-        return of_text(name, Severity.OK, text)
-    return of_text(
-        name,
-        Severity.OK,
-        f"is longer than the log's retention, which is {cap:.0f} s for messages that a group has not consumed",
+    is_enough = kept >= needed
+    text = (
+        f"is {kept:.0f} s; a delivery with all attempts takes at most {needed:.0f} s, and pruning keeps the rows of "
+        "messages in the log"
+        if is_enough
+        else f"is {kept:.0f} s, but the broker may deliver a message for {needed:.0f} s"
     )
+    remedy = (
+        f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to at least {needed:.0f}: otherwise a message may take effect twice if "
+        "a restored broker delivers it again, or if it is sent again with its id."
+    )
+    return of_check("retention of the inbox", is_enough, text, remedy, Severity.WARNING)
 
 
 def _retry_seconds(subscription: Subscription) -> float:

@@ -25,7 +25,7 @@ from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.database.aliases import broker_connection, opened, require_database
+from outbox.contrib.django.database.aliases import on_broker, opened, require_database
 from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.operations.lock_holders import naming_lock_holders
 from outbox.contrib.django.settings.conf import get_settings
@@ -145,16 +145,14 @@ def run_audit() -> dict[str, Any]:
 
     Raises BrokerError or ConfigurationError.
     """
-    with broker_connection() as (connection, schema):
-        return dataclasses.asdict(audit.run_once(Executor(connection, schema)))
+    return dataclasses.asdict(on_broker(audit.run_once))
 
 
 def audit_when_due() -> dict[str, Any]:
     """Call `run_audit` if the last audit is older than AUDIT_SECONDS."""
     if not get_settings().has_database:
         return {}
-    with broker_connection() as (connection, schema):
-        last = audit.last(Executor(connection, schema))
+    last = on_broker(audit.last)
     if last is not None and last.age_seconds < AUDIT_SECONDS:
         return {"left_out": f"the last audit is {last.age_seconds:.0f} s old"}
     found = run_audit()

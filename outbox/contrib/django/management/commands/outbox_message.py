@@ -8,9 +8,8 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import on_broker
 from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 
@@ -43,11 +42,9 @@ class Command(OperatorCommand):
 
     @staticmethod
     def _path(message_id: UUID) -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            found = trace(Executor(connection, schema), message_id)
+        found = on_broker(trace, message_id)
         if found is None:
             raise CommandError(
                 f"the broker has no message or transaction {message_id}: it was never stored, or retention removed it."
             )
-        claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
-        return {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}
+        return {**found.as_json(), **claimed_messages([UUID(one.message_id) for one in found.messages])}
