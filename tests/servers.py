@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from outbox.broker import embedded
+from outbox.broker.private_server import one_process
 from tests import leftovers
 from tests.support import eventually
 
@@ -40,7 +41,7 @@ def copy_cluster(data: Path) -> None:
     made = Path(tempfile.gettempdir()) / "cluster"
     server = embedded._server(made)
     server._prepare()
-    with server._locked():
+    with one_process(made):
         if not (made / "PG_VERSION").exists():
             server._initialise()
     subprocess.run(["cp", "--archive", "--no-target-directory", made, data], check=True)
