@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from subprocess import Popen
@@ -15,12 +15,12 @@ from django.db import connections, transaction
 from outbox.contrib.django import publish
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
-from outbox.rocketmq.consumer import RocketMQConsumers
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
 from tests.rocketmq.conftest import unique
+from tests.rocketmq.test_engine import consuming
 from tests.rocketmq.topics import LATER, STEPS, relayed
 from tests.rocketmq_server import PrivateRocketMQ
 
@@ -113,39 +113,20 @@ class Seen:
 def watching(project: RelayProject) -> Iterator[Seen]:
     """Consume the topic of the steps without an inbox."""
     seen = Seen()
-    retry = RetryPolicy(delays_seconds=[1])
     # A killed server may forget an acknowledgement: the queue of a FIFO topic then waits for this timeout.
-    subscription = Subscription(
-        group=unique("seen"), topic=project.steps.name, mode=Mode.ORDERLY, retry=retry, timeout_seconds=10
-    )
-    project.server.admin.create_group(subscription, project.steps)
-    consumers = RocketMQConsumers(project.server.url, [(subscription, seen.note)], topics=[project.steps])
-    stop = threading.Event()
-    running = threading.Thread(target=consumers.run, args=[stop])
-    running.start()
-    try:
+    options: dict[str, Any] = {"mode": Mode.ORDERLY, "retry": RetryPolicy(delays_seconds=[1]), "timeout_seconds": 10}
+    with consuming(project.server, project.steps, seen.note, **options):
         yield seen
-    finally:
-        stop.set()
-        running.join()
 
 
 def in_threads(work: Sequence[Any]) -> None:
     """Run functions side by side, each with database connections of its own. Raises the first error."""
-    errors: list[BaseException] = []
 
     def run(function: Any) -> None:
         try:
             function()
-        except BaseException as error:
-            errors.append(error)
         finally:
             connections.close_all()
 
-    threads = [threading.Thread(target=run, args=[one]) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(work)) as pool:
+        list(pool.map(run, work))

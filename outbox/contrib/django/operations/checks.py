@@ -218,7 +218,7 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
     for alias in ledger_aliases():
         if alias in wanted:
             found.extend(_application_database(alias, settings))
-    if settings.broker in wanted:
+    if settings.has_database and settings.broker in wanted:
         found.extend(_broker_database(settings))
     for alias in sorted(wanted & set(connections) - {settings.broker}):
         if connections[alias].vendor == "postgresql":
