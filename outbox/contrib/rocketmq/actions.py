@@ -140,11 +140,8 @@ LETTERS: Final = replace(
 
 
 def _open(run: None, asked: Asked) -> list[dict[str, Any]]:
-    if asked["transactional_id"] or asked["parked"] or asked["after"]:
-        raise UsageError(
-            "RocketMQ has no transactional ids and no parked transactions, and the list has one page: leave these "
-            "options out."
-        )
+    if asked["parked"] or asked["after"]:
+        raise UsageError("RocketMQ has no parked transactions, and the list has one page: leave these options out.")
     return operations.open_transactions(asked["group"])[: asked.limit]
 
 
