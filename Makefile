@@ -114,6 +114,7 @@ bench-quick: $(STAMP) ## The web job beside its peers in eight minutes, with a p
 
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
+	OUTBOX_MISTAKES=8000 $(BIN)/python -m pytest -m slow -n $(WORKERS) tests/mistakes/test_programs.py
 	$(BIN)/python -m tests.house.removal --all --suite --workers $(WORKERS)
 
 oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (SECONDS=180, HOURS=2)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_roles_choose_the_children(shop: Project) -> None:
 def test_two_workers_under_rebalance_one_process_tree_killed(shop: Project) -> None:
     """No queue is without an owner for longer than a lease term, and no effect happens twice."""
     shop.write("shop/settings.py", LEASES)
-    slow_down(shop, 0.02)
+    slow_down(shop, 0.05)
     workers = [shop.worker("--outbox") for _ in range(2)]
 
     def state() -> str:
@@ -145,20 +146,25 @@ def test_two_workers_under_rebalance_one_process_tree_killed(shop: Project) -> N
 
     both = [both_children(*one) for one in workers]
     eventually(lambda: len(owners()) == 2, within_seconds=40, what=state)
-    shop.python(PAY % (0, 300))
-    eventually(lambda: len(shipped(shop)) > 50, within_seconds=60, what=state)
-    before, longest = owners(), 0.0
-    for pid in both[0].values():
-        os.kill(pid, signal.SIGKILL)
-    os.killpg(workers[0][0].pid, signal.SIGKILL)
+    with ThreadPoolExecutor(1) as pool:
+        paying = pool.submit(shop.python, PAY % (0, 300))
+        eventually(lambda: len(shipped(shop)) > 50, within_seconds=60, what=state)
+        before, longest = owners(), 0.0
+        for pid in both[0].values():
+            os.kill(pid, signal.SIGKILL)
+        os.killpg(workers[0][0].pid, signal.SIGKILL)
+        [(paid,)] = shop.rows("SELECT count(*) FROM shop_order")
+        assert len(shipped(shop)) < paid, "messages wait at the kill"
+        shop.python(PAY % (300, 400))
+        paying.result()
 
     def has_taken_over() -> bool:
         nonlocal longest
         [(seconds,)] = shop.rows(UNOWNED, outbox=True)
         longest = max(longest, seconds or 0.0)
-        return len(set(shipped(shop))) == 300 and len(owners()) == 1
+        return len(set(shipped(shop))) == 400 and len(owners()) == 1
 
     eventually(has_taken_over, within_seconds=90, what=state)
-    assert len(shipped(shop)) == 300
+    assert len(shipped(shop)) == 400
     assert owners() < before, "the queues of the killed worker changed their owner"
     assert longest <= 5

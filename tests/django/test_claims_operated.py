@@ -21,6 +21,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import pruning
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError
 from tests.django.operators import ALL, client_of, make_user
@@ -105,6 +106,22 @@ def test_claims_and_steps_go_when_the_message_cannot_come_again() -> None:
         assert retention.run_once(Executor(connection, schema)).messages == 1
     forget_old_rows()
     assert (StepEntry.objects.count(), InboxEntry.objects.count()) == (0, 0)
+
+
+def test_a_redelivery_that_bypasses_the_inbox_runs_steps_and_finish_again() -> None:
+    charging = Charging()
+    charging.is_broken = False
+    with in_memory_outbox() as outbox:
+        publish("orders", {}, key="one", at_once=True)
+        outbox.drain()
+        assert outbox.redeliver() == 0
+        assert [outbox.redeliver(bypass_inbox=True) for _ in range(2)] == [1, 1]
+        charging.is_broken = True
+        with pytest.raises(Refused):
+            outbox.redeliver(bypass_inbox=True)
+    assert list(Effect.objects.values_list("number", flat=True)) == ["one"] * 3
+    # The other system gets the same key, so it can recognise the repetition.
+    assert len(charging.calls) == 4 and len(set(charging.calls)) == 1
 
 
 def test_a_worker_names_the_missing_tables() -> None:

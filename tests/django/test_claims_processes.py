@@ -218,6 +218,24 @@ def test_a_slow_call_delays_neither_offsets_nor_the_end_of_its_process(other: Pr
 
 
 @pytest.mark.slow
+def test_a_call_that_ends_while_its_process_drains_is_done(other: Provider) -> None:
+    other.held.add("charge/slow")
+    place("slow")
+    with process("broker", other):
+        with process("consumer", other, LEASE_SECONDS=10) as first:
+            eventually(lambda: other.calls["charge/slow"] == 1)
+            first.send_signal(signal.SIGTERM)
+            # The queue is handed over while the handler still runs.
+            eventually(has_left)
+            other.release()
+            assert first.wait(90) == 0
+        assert effects() == ["slow"]
+        with process("consumer", other):
+            wait_until_done(other, ["slow"])
+    assert other.calls["charge/slow"] == 1
+
+
+@pytest.mark.slow
 def test_a_process_that_was_frozen_cannot_finish_what_another_has_taken_over(other: Provider) -> None:
     place("frozen")
     with process("broker", other), process("consumer", other, "claim.before_commit=stop@1") as frozen:
@@ -257,6 +275,30 @@ def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
 def let_limits_end() -> None:
     """Make all stored messages two hours older."""
     rows("UPDATE outbox.commit_log SET stored_at = stored_at - interval '2 hours' RETURNING 1")
+
+
+def is_redelivered_now(deliveries: int) -> bool:
+    """Make redeliveries due, and return whether a message was queued this often."""
+    rows("UPDATE outbox.scheduled SET due_at = clock_timestamp() WHERE queue_id IS NOT NULL RETURNING 1")
+    return bool(rows(f"SELECT 1 FROM outbox.consume_queue GROUP BY log_id HAVING count(*) >= {deliveries}"))
+
+
+@pytest.mark.slow
+def test_a_slow_call_that_lasts_longer_than_the_time_limit_is_handled_once(other: Provider) -> None:
+    other.held.add("charge/late")
+    with process("broker", other), process("consumer", other):
+        publish("orders", {}, key="late", timeout=3600, at_once=True)
+        eventually(lambda: other.calls["charge/late"] == 1)
+        eventually(has_left)
+        let_limits_end()
+        # The first redelivery comes while the handler runs, so it waits for the end of the claim.
+        eventually(lambda: is_redelivered_now(2), what="a redelivery")
+        eventually(has_left)
+        assert (charging().timed_out, effects()) == (0, [])
+        other.release()
+        wait_until_done(other, ["late"])
+    assert (charging().timed_out, charging().skipped) == (0, 1)
+    assert other.calls["charge/late"] == 1
 
 
 @pytest.mark.slow

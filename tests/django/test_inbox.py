@@ -100,6 +100,14 @@ def test_a_restored_generation_skips_what_a_later_one_has_handled(alias: str) ->
     assert effects(alias) == ["one", "three", "two"]
 
 
+def test_a_batch_of_a_restored_generation_meets_only_what_is_new(alias: str) -> None:
+    register(alias, batch=10)
+    seen = delivery("seen")
+    assert run([seen], generation=3) == [HANDLED]
+    assert run([delivery("a"), seen, delivery("b")], generation=2) == [HANDLED, SKIPPED, HANDLED]
+    assert effects(alias) == ["a", "b", "seen"]
+
+
 def test_a_batch_enters_the_inbox_as_one_and_meets_only_what_is_new(alias: str) -> None:
     register(alias, batch=10)
     seen = delivery("seen")

@@ -10,7 +10,7 @@ from asgiref.sync import sync_to_async
 from django.core.exceptions import MiddlewareNotUsed
 
 from outbox import Delivery
-from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.operations.checks import check_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -20,6 +20,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, PermanentError, TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.effects.own_transaction import transaction_id
+from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
 from tests.django.test_inbox import effects
@@ -141,6 +142,19 @@ def test_the_first_entry_is_the_outermost(outbox_settings: Callable[..., None]) 
     assert SEEN.count("outer begins") == 2
 
 
+def test_a_batch_is_one_call_with_the_list(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(HANDLER_MIDDLEWARE=[path(Inner)])
+
+    @subscriber("reminders", group="effects", batch=10)
+    def handle(given: list[Delivery]) -> None:
+        SEEN.append(f"handler {len(given)}")
+
+    publish_many("reminders", [{}, {}], key="k", at_once=True)
+    sequence()
+    consumer_runtime().run_once()
+    assert SEEN == ["inner ['k', 'k']", "handler 2"]
+
+
 @pytest.mark.parametrize("is_async_handler", [False, True], ids=["plain", "async"])
 def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None], is_async_handler: bool) -> None:
     outbox_settings(HANDLER_MIDDLEWARE=[path(noting)])
@@ -161,6 +175,25 @@ def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None]
     written = [number.split() for number in effects()]
     assert [(one, key) for one, key, _ in written] == [("handler", "good"), ("middleware", "good")]
     assert len({number for _, _, number in written}) == 1, "one transaction"
+
+
+def test_each_message_of_a_shared_transaction_has_its_own_call(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(HANDLER_MIDDLEWARE=[path(Inner), path(noting)])
+
+    @subscriber("orders", group="effects")
+    def handle(given: Delivery) -> None:
+        if given.key == "2":
+            raise PermanentError("bad")
+
+    [item] = registry.subscribers()
+    first, *others = deliveries("1", "2", "3")
+    results = list(
+        InboxInvoker().share(item.subscription, with_middleware(item.handler), first, Waiting(others), generation=1)
+    )
+    assert results[0] is Disposition.HANDLED and isinstance(results[1], PermanentError)
+    assert SEEN == ["inner 1", "inner 2"]
+    # The savepoint took the writes of the middleware of message 2 with it.
+    assert [number.split()[1] for number in effects()] == ["1"]
 
 
 def test_its_error_is_the_handlers_and_it_may_handle_an_error(outbox_settings: Callable[..., None]) -> None:

@@ -5,14 +5,16 @@ tests/mistakes has the other ordinary mistakes.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
 from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.statement import UUID_, Statement
-from outbox.contrib.django import publish, run_check_back, subscriber
+from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
@@ -33,6 +35,38 @@ def settled() -> tuple[bool, bool]:
     stored()
     run_check_back()
     return Order.objects.filter(number="k").exists(), decisions().get("k") == "C"
+
+
+def test_an_absent_row_is_a_hint_and_never_a_rollback() -> None:
+    """The end of a block whose error was swallowed: nothing is decided before check-back has looked."""
+    with transaction.atomic():
+        publish("orders", {}, key="k")
+        with contextlib.suppress(DatabaseError):
+            execute("SELECT 1/0")
+    assert decisions() == {"k": None}
+    assert pending() == 1, "check-back was not asked to look soon"
+    assert run_check_back().rolled_back == 1
+    assert decisions() == {"k": "R"}
+
+
+def pending() -> int:
+    with connections["broker"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM outbox.pending_check WHERE due_at <= now()")
+        return int(cursor.fetchone()[0])
+
+
+def test_a_commit_by_hand_then_an_exception_is_not_reported_as_rollback(path: str) -> None:
+    @transactional_message("orders", key="k", body={})
+    def work() -> None:
+        Order.objects.create(number="k")
+        connections["default"].connection.commit()
+        raise ValueError("after its own COMMIT")
+
+    with pytest.raises(ValueError, match="after its own COMMIT"):
+        work()
+    if path == "two_phase":
+        assert decisions() == {"k": None}
+    assert settled() == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,11 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 @contextlib.contextmanager
-def behind(server_url: str, version: Version, *, size: int = 4) -> Iterator[Pooler]:
+def behind(server_url: str, version: Version, *, size: int = 4, logins: Collection[str] = ()) -> Iterator[Pooler]:
     """Lead both aliases of this process, and of those it starts, through a pooler; the database names stay."""
     with (
         tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
-        pooler.running(server_url, Path(folder), size=size, version=version) as running,
+        pooler.running(server_url, Path(folder), size=size, version=version, logins=logins) as running,
         _leading_to({alias: {"HOST": folder, "PORT": "6432"} for alias in ("default", "broker")}),
     ):
         yield running

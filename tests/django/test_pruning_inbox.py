@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from uuid import UUID
@@ -20,13 +21,16 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import pruning
 from outbox.contrib.django.ledger.pruning import PruneCounts
 from outbox.contrib.django.models import InboxEntry
-from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.django.worker import periodic
+from outbox.contrib.django.worker.workers import consumer_runtime, run_check_role
 from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Effect
+from tests.django.state import decisions, rolled_back
 from tests.django.support import sequence
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -130,3 +134,25 @@ def test_rows_that_stay_do_not_hold_up_those_behind_them(monkeypatch: pytest.Mon
     assert sum(turn.inbox for turn in turns) == 9
     assert len(turns) > 5
     assert set(InboxEntry.objects.values_list("group", flat=True)) == {"effects"}
+
+
+@pytest.mark.slow
+def test_a_worker_continues_with_a_backlog_at_once_and_runs_check_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, outbox_settings: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(pruning, "_BATCH", 10)
+    monkeypatch.setattr(periodic, "PRUNE_TURN_SECONDS", 0.0)
+    outbox_settings(CHECK_INTERVAL_SECONDS=0.2, IMMUNITY_SECONDS=0)
+    old_rows("gone", 150)
+    stop = threading.Event()
+    worker = threading.Thread(target=run_check_role, args=[stop])
+    worker.start()
+    try:
+        eventually(lambda: InboxEntry.objects.count() < 150, what="the first turn")
+        with rolled_back():
+            publish("orders", {}, key="dropped")
+        eventually(lambda: decisions() == {"dropped": "R"}, within_seconds=30, what="check-back between the turns")
+        eventually(lambda: not InboxEntry.objects.exists(), within_seconds=60, what="the last row")
+    finally:
+        stop.set()
+        worker.join(20)

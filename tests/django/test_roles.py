@@ -42,7 +42,9 @@ from outbox.transaction import Decision, EndStatus, EndTransaction
 from tests.django.operators import ALL, client_of, command_of, make_user
 from tests.django.shop.models import Effect, Order
 from tests.django.support import ended, sequence
+from tests.django.test_poolers import behind
 from tests.part_apps import has
+from tests.pooler import PROGRAM, VERSIONS
 from tests.support import eventually
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "roles.md"
@@ -322,6 +324,34 @@ def test_the_table_of_the_page(logins: dict[Role, str]) -> None:
     assert "\n".join(f"| {' | '.join(row)} |" for row in made) == "\n".join(
         f"| {' | '.join(row)} |" for row in _table()
     )
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed")
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
+def test_the_roles_share_the_work_behind_a_pooler(
+    logins: dict[Role, str], server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """A web process publishes, a worker handles, a reader looks; each has the rights of its own login and no others."""
+    outbox_settings(LISTEN_URL="")
+    before = Effect.objects.count()
+    with behind(server_url, VERSIONS["old"], size=2, logins=logins.values()):
+        for turn in range(2):
+            _connect_as(logins[Role.PUBLISH])
+            _in_transaction()
+            assert not _is_allowed(OPERATIONS["read a body"])
+            assert not _is_allowed(_consume)
+            _connect_as(logins[Role.WATCH])
+            assert _is_allowed(OPERATIONS["`outbox_status`"])
+            assert not _is_allowed(_in_transaction)
+            _connect_as(logins[Role.WORK])
+            _consume()
+            assert Effect.objects.count() == before + turn + 1
+            assert not _is_allowed(OPERATIONS["change a table of the broker"])
+            _connect_as(logins[Role.OWN])
+            _upgrade()
+        for role in Role:
+            _connect_as(logins[role])
+            assert [one for one in _examined(role) if one["severity"] != "ok"] == []
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)

@@ -307,6 +307,37 @@ def notes_once(count: int) -> None:
     assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_sigterm_in_the_middle_of_shared_transactions() -> None:
+    count = 400
+    send_notes(count)
+    with child("broker", **NOTING, quiet=True):
+        slow = "consumer.before_inbox_commit=delay:0.01"
+        for least in (30, 150):
+            with child("consumer", **NOTING, quiet=True, faults=slow) as stopping:
+                eventually(lambda least=least: len(effects()) > least, within_seconds=40)  # type: ignore[misc]
+                stopping.send_signal(signal.SIGTERM)
+                assert stopping.wait(20) == 0
+            # All offsets are stored, so nothing is delivered again.
+            assert unstored() == 0
+        with child("consumer", **NOTING, quiet=True):
+            eventually(lambda: len(effects()) >= count, within_seconds=60)
+    notes_once(count)
+    assert failed() == []
+
+
+def unstored() -> int:
+    """The number of handled messages whose offset is not stored."""
+    with connections["broker"].cursor() as cursor:
+        cursor.execute(
+            "SELECT sum(stored) FROM (SELECT max(next_offset) AS stored FROM outbox.consumer_offset"
+            " GROUP BY group_id, queue_id) AS positions"
+        )
+        (stored,) = cursor.fetchone()
+    return len(effects()) - int(stored)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "kill",

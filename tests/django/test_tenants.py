@@ -7,14 +7,15 @@ from uuid import UUID
 
 import pytest
 from django.core.management import call_command
-from django.db import connections
+from django.db import connections, transaction
 from django.db.utils import IntegrityError
 
-from outbox.contrib.django import run_check_back
+from outbox.contrib.django import publish, run_check_back
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import ConfigurationError
 from tests.django.shop.models import Order
 from tests.django.state import decisions
+from tests.django.support import end_messages_lost
 from tests.django.test_ledger import execute, order_paid
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -106,6 +107,16 @@ def test_each_schema_guards_its_own_ledger(alias_of_a_schema: str) -> None:
     order_paid(alias_of_a_schema, "branch's")
     with pytest.raises(IntegrityError, match="may still be asked about"):
         execute("default", "DELETE FROM branch.outbox_ledger")
+
+
+def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant: str) -> None:
+    with end_messages_lost(), transaction.atomic():
+        publish("orders", {}, key="first")
+        execute("default", f"SET LOCAL search_path = {tenant}, public")
+        with pytest.raises(ConfigurationError, match="search_path"):
+            publish("orders", {}, key="second")
+    run_check_back()
+    assert decisions() == {"first": "R"}
 
 
 def test_a_known_ledger_is_not_looked_up_again_and_a_failing_look_up_stops_no_other(

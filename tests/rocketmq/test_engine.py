@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.wire import PROPERTY
 from outbox.subscription import Mode, Subscription
 from outbox.topic import Topic
-from outbox.transaction import Decision, EndStatus, EndTransaction, HalfTransaction
+from outbox.transaction import Answer, Decision, EndStatus, EndTransaction, HalfTransaction
 from tests.rocketmq.conftest import unique
 from tests.rocketmq_server import PrivateRocketMQ
 from tests.support import eventually
@@ -89,6 +90,19 @@ def test_fifo_keeps_the_order_of_a_key_through_a_failure(rocketmq: PrivateRocket
         with consuming(rocketmq, topic, handle, mode=Mode.ORDERLY, retry=retry):
             eventually(lambda: len(seen) == 10, within_seconds=90, what=lambda: str(seen))
     assert seen == list(range(10))
+
+
+def test_a_delay_is_waited_for(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
+    topic, seen = new_topic("DELAY", "NORMAL"), list[int]()
+
+    def handle(delivery: Delivery) -> None:
+        seen.append(delivery.body)
+
+    with producing(rocketmq, topic) as broker, consuming(rocketmq, topic, handle):
+        broker.send([message(topic, 1, delay=timedelta(seconds=6))], timeout_seconds=20)
+        broker.send([message(topic, 2)], timeout_seconds=20)
+        eventually(lambda: len(seen) == 2, within_seconds=60)
+    assert seen == [2, 1]
 
 
 def test_after_the_last_attempt_it_is_a_dead_letter(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
@@ -156,6 +170,34 @@ def test_a_body_that_cannot_be_read_now_uses_up_no_attempt(rocketmq: PrivateRock
         broker.send([message(topic, 1)], timeout_seconds=20)
         eventually(lambda: seen, within_seconds=60)
     assert [(one.body, one.attempt) for one in seen] == [(1, 1)]
+
+
+def test_320_undecided_at_once_are_all_answered(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
+    """Half of them committed, half rolled back, none reported: every check is answered, no other message is seen."""
+    topic, seen, group = new_topic("TRANSACTION"), Counter[int](), unique("shop")
+    halves = [HalfTransaction(producer_group=group, messages=[message(topic, number)]) for number in range(320)]
+    committed = {half.transaction_id for half in halves[::2]}
+    answered: set[object] = set()
+
+    def answer(broker: RocketMQBroker) -> bool:
+        checks = broker.claim_checks(group)
+        answered.update(check.transaction_id for check in checks)
+        broker.report_answers(group, [_answer(check.transaction_id in committed, check) for check in checks])
+        return len(answered) == 320 and len(seen) >= 160
+
+    def note(delivery: Delivery) -> None:
+        seen[delivery.body] += 1
+
+    with producing(rocketmq, topic) as broker, consuming(rocketmq, topic, note):
+        for half in halves:
+            broker.send_half(half, timeout_seconds=20)
+        eventually(lambda: answer(broker), within_seconds=120, what=lambda: f"{len(answered)} {len(seen)}")
+    assert set(seen) == set(range(0, 320, 2))
+
+
+def _answer(is_committed: bool, check: object) -> Answer:
+    decision = Decision.COMMIT if is_committed else Decision.ROLLBACK
+    return Answer(transaction_id=check.transaction_id, decision=decision)  # type: ignore[attr-defined]
 
 
 def test_an_end_is_accepted_once_and_by_its_sender_only(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:

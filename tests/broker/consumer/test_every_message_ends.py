@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,17 +45,17 @@ INNOCENT = ("fine", "fine", "fine", "fails", "slow")
 # These must end as dead letters, and no others may.
 GUILTY = ("poison", "exit", "hang")
 CONSUMERS = ("c1", "c2")
-SUBSCRIPTIONS = [
-    {
-        "group": "workers",
-        "topic": "orders",
-        "batch": 5,
-        "timeout_seconds": 3.0,
-        "delays_seconds": [0.05, 0.1],
-        "max_attempts": 4,
-    },
-    {"group": "ordered", "topic": "steps", "mode": "key_ordered", "suspend_seconds": 0.05},
-]
+WORKERS = {
+    "group": "workers",
+    "topic": "orders",
+    "batch": 5,
+    "timeout_seconds": 3.0,
+    "delays_seconds": [0.05, 0.1],
+    "max_attempts": 4,
+}
+ORDERED = {"group": "ordered", "topic": "steps", "suspend_seconds": 0.05}
+# Half of what happens are kills of consumers.
+KINDS = [*["kill a consumer"] * 4, "stop a consumer", "kill the broker", "replay", "recall"]
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
 GROUP = "storm"
 LOCK = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
@@ -122,8 +123,8 @@ class Producer:
         if commits and delay > 1:
             self._storm.waiting.append(message_id)
 
-    def publish_all(self, count: int) -> None:
-        for _ in range(count):
+    def publish_until(self, stop: threading.Event) -> None:
+        while not stop.wait(0.05):
             self.publish()
 
     def _store(self, message: Message) -> None:
@@ -187,23 +188,26 @@ class Storm:
     def rage(self, count: int, every: int, supervisor: Supervisor) -> None:
         """Publish, and let each kind of thing happen before the first of them happens again.
 
-        Another producer publishes beside. A consumer that is stopped leaves, and joins again.
+        Another producer publishes until the last of them. A consumer that is stopped leaves, and joins again.
         """
-        kinds = ["kill a consumer", "stop a consumer", "kill the broker", "replay", "recall"]
         todo: list[str] = []
         done = 0
         first, beside = self.producers
+        stop = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            publishing = pool.submit(beside.publish_all, count)
-            for number in range(1, count + 1):
-                first.publish(guilty=True)
-                if number % every == 0:
-                    # Between two things some work is done, or it would all happen to processes that start.
-                    done = eventually(lambda before=done: self.progress(before), within_seconds=60)  # type: ignore[misc]
-                    todo = todo or self.chance.sample(kinds, len(kinds))
-                    self.something(todo.pop(), supervisor)
+            publishing = pool.submit(beside.publish_until, stop)
+            try:
+                for number in range(1, count + 1):
+                    first.publish(guilty=True)
+                    if number % every == 0:
+                        # Between two things some work is done, or it would all happen to processes that start.
+                        done = eventually(lambda before=done: self.progress(before), within_seconds=60)  # type: ignore[misc]
+                        todo = todo or self.chance.sample(KINDS, len(KINDS))
+                        self.something(todo.pop(), supervisor)
+            finally:
+                stop.set()
             publishing.result(60)
-        assert set(self.happened) == set(kinds)
+        assert set(self.happened) == set(KINDS)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -228,15 +232,19 @@ class Storm:
         assert count_messages(self.bench.run).differences() == []
         assert {fate for _, fate in committed.values()} == {*INNOCENT, *GUILTY}
         assert self.recalled and all(one.rolled_back for one in self.producers)
+        if not self.atomic:
+            decided = self.bench.rows("SELECT count(*) FROM outbox.op_log WHERE decided_by = 'K'")
+            assert decided > [(0,)], "check-back decides what lost its end message"
 
 
 @contextlib.contextmanager
-def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
-    """A broker process and two consumers, restarted when they die."""
+def supervised(bench: ConsumptionBench, mode: str) -> Iterator[Supervisor]:
+    """A broker process and two consumers, restarted when they die; `mode` is that of the FIFO topic's group."""
     environment = {"PYTHONPATH": str(ROOT)}
     specs = [ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker", "--database", bench.url])]
     for name in CONSUMERS:
-        argument = json.dumps({"url": bench.url, "name": name, "log": "CRITICAL", "subscriptions": SUBSCRIPTIONS})
+        subscriptions = [WORKERS, {**ORDERED, "mode": mode}]
+        argument = json.dumps({"url": bench.url, "name": name, "log": "CRITICAL", "subscriptions": subscriptions})
         argv = [sys.executable, "-m", "tests.broker.consumer.consumer_process", argument]
         record = functools.partial(deaths.record, bench.database)
         specs.append(ChildSpec(name=name, argv=argv, environment=environment, on_death=record))
@@ -249,7 +257,7 @@ def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
 
 
 def every_message_ends(
-    bench: ConsumptionBench, *, atomic: bool, seed: int, count: int, every: int, guilty: int
+    bench: ConsumptionBench, mode: str, *, atomic: bool, seed: int, count: int, every: int, guilty: int
 ) -> None:
     bench.declare("orders", queues=3, types=NORMAL)
     bench.declare("steps", queues=3, types=FIFO)
@@ -257,7 +265,10 @@ def every_message_ends(
         "CREATE TABLE business (topic text, key text, n integer, message_id uuid UNIQUE, fate text,"
         " PRIMARY KEY (topic, key, n))"
     )
-    with contextlib.closing(Storm(bench, atomic, seed, count // guilty)) as storm, supervised(bench) as supervisor:
+    with (
+        contextlib.closing(Storm(bench, atomic, seed, count // guilty)) as storm,
+        supervised(bench, mode) as supervisor,
+    ):
         eventually(lambda: bench.members() == 2 * len(CONSUMERS), within_seconds=60, what="both groups are there")
         storm.rage(count, every, supervisor)
         # Then the run need not wait for a message that was delayed by a minute.
@@ -271,6 +282,16 @@ def every_message_ends(
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["orderly", "key_ordered"])
 @pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.soak)])
-def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
-    every_message_ends(bench, atomic=path == "atomic", seed=1, count=101, every=20, guilty=3)
+def test_every_message_ends(bench: ConsumptionBench, path: str, mode: str) -> None:
+    every_message_ends(bench, mode, atomic=path == "atomic", seed=1, count=121, every=15, guilty=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("path", ["two_phase", "atomic"])
+def test_every_message_ends_many_times(bench: ConsumptionBench, path: str, seed: int) -> None:
+    mode = ("orderly", "key_ordered")[seed % 2]
+    every_message_ends(bench, mode, atomic=path == "atomic", seed=100 + seed, count=1_000, every=60, guilty=8)

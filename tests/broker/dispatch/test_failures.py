@@ -180,6 +180,21 @@ def test_stopped_queue_stays_stopped_for_the_next_process(orders: ConsumptionBen
     assert seen == [0]
 
 
+def test_undecodable_body_is_dead_lettered_with_a_clear_error(orders: ConsumptionBench) -> None:
+    broken = Message(topic="orders", key="k", body=b"{not json")
+    foreign = Message(topic="orders", key="k", body=b"\x00", content_type="application/x-unknown")
+    orders.publish([broken, foreign, message(7, key="k")])
+    for mode in Mode:
+        seen: list[int] = []
+        orders.run_until_idle(
+            subscribe(group=str(mode), mode=mode), lambda delivery, seen=seen: seen.append(delivery.body["n"])
+        )
+        letters = {letter.message_id: letter for letter in dead_letters.list_dead_letters(orders.run, str(mode))}
+        assert "not valid application/json" in letters[broken.message_id].error
+        assert "no codec for content type 'application/x-unknown'" in letters[foreign.message_id].error
+        assert seen == [7]
+
+
 def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBench) -> None:
     healthy = False
     attempts: list[int] = []
