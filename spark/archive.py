@@ -98,6 +98,8 @@ class Archive:
         Yields the manifest and the watermark of the snapshot.
         """
         self._store.check_writable()
+        if note := self._store.note_of_readers():
+            self._progress.say(note)
         with released([self._source]):
             with readable_errors("taking a snapshot"):
                 reading = self._source.open([])

@@ -48,8 +48,11 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     """
     job = Job.of(options)
     job.store.check_writable()
+    progress = progress or Progress()
+    if note := job.store.note_of_readers():
+        progress.say(note)
     with lock.hold(job.store), settings_of_a_run(spark):
-        return _run(spark, job, progress or Progress())
+        return _run(spark, job, progress)
 
 
 def _run(spark: SparkSession, job: Job, progress: Progress) -> dict[str, Any]:

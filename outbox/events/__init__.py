@@ -5,8 +5,8 @@
     class OrderPaid:
         order_id: int
 
-Declarations need neither Django nor a database: Spark reads them, too. To publish and handle events, add the app
-`outbox.contrib.events` to INSTALLED_APPS.
+Declarations need neither Django nor a database. To publish and handle events, add the app `outbox.contrib.events` to
+INSTALLED_APPS.
 """
 
 from outbox import hooks

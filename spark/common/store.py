@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice
@@ -39,7 +40,7 @@ class Store:
     """A local folder, or a URI that both Spark and Arrow support (s3a://, s3://, gs://, hdfs://).
 
     If the local folder is missing, it is made for this user alone, because findings contain keys of rows. An existing
-    folder keeps its permissions, and files have those that the umask gives.
+    folder keeps its permissions. They alone protect the files: Spark's files are readable by all who may enter it.
     """
 
     def __init__(self, location: str) -> None:
@@ -75,6 +76,15 @@ class Store:
                 f"the output {self._location!r} cannot be written: {error}. Correct its permissions, or give another "
                 f"folder with --output."
             ) from error
+
+    def note_of_readers(self) -> str:
+        """A warning if every user of this machine can enter the local folder, else ''."""
+        if not self._is_local or not Path(self._location).stat().st_mode & stat.S_IXOTH:
+            return ""
+        return (
+            f"every user of this machine can read the keys and bodies in {self._location}, because its permissions let "
+            f"others enter: chmod o-rwx {self._location}"
+        )
 
     def read(self, name: str) -> str | None:
         """The text of a small file, or None if the file does not exist."""

@@ -242,7 +242,12 @@ def _is_inexact(text: Column, document: Column, field: FieldRule, root: str) -> 
 
 
 def _is_double(document: Column, field: FieldRule, root: str) -> Column:
-    return F.schema_of_variant(_at(document, field, root, "variant")) == "DOUBLE"
+    found = []
+    for path in json_paths(field, root):
+        is_double = F.schema_of_variant(F.try_variant_get(document, path, "variant")) == "DOUBLE"
+        # Of several names, the one whose text `_at` gives: a name with null does not count.
+        found.append(F.when(F.try_variant_get(document, path, "string").isNotNull(), is_double))
+    return is_double if len(found) == 1 else F.coalesce(*found)
 
 
 def row_values(rule: Rule) -> list[Column]:

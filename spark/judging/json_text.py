@@ -16,7 +16,7 @@ NOT_JSON: Final = "the body is not "
 _LEVELS: Final = 3_000
 _BLANK: Final = re.compile(r"[ \t\n\r]*")
 _DECIMAL: Final = re.compile(r"-?[0-9]+\.[0-9]+")
-_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
+HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 
 
 class _Number(str):
@@ -53,7 +53,7 @@ def values_at(
     finally:
         sys.setrecursionlimit(limit)
     for names, found in zip(paths, texts, strict=True):
-        if half := _HALF_PAIR.search(found or ""):
+        if half := HALF_PAIR.search(found or ""):
             unit = f"\\u{ord(half[0]):04x}"
             reason = f"{'.'.join(names[0])} has one half of a surrogate pair, {unit}, which no text of a database has"
             return reason, [None] * len(paths)

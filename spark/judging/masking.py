@@ -43,12 +43,14 @@ def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Col
 def masked(text: str, names: Sequence[str]) -> str:
     """A JSON text in which the values of the fields `names` are replaced.
 
-    Each of the `names` is the name of a field at any depth, or a dotted path from the top.
+    Each of the `names` is the name of a field at any depth, or a dotted path from the top. Half a surrogate pair stays
+    escaped, because no text of Spark can contain it.
     """
     try:
-        return json_text.written(_hidden(json_text.document(text), (), names))
+        shown_text = json_text.written(_hidden(json_text.document(text), (), names))
     except (ValueError, RecursionError):
         return NOT_JSON
+    return json_text.HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", shown_text)
 
 
 def _hidden(value: Any, path: tuple[str, ...], names: Sequence[str]) -> Any:

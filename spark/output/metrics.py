@@ -19,26 +19,38 @@ _HELP: Final = {
     "outbox_reconcile_duration_seconds": "The duration of the run that made the newest result.",
     "outbox_reconcile_boundary_timestamp_seconds": "The newest result judges the rows before this time.",
 }
+_OWNER: Final = "# From the rules file "
 
 
 def target(given: Path, rules: Path) -> Path:
     """The path of the metrics file.
 
     If `given` is a folder, the result is a file in `given` whose name contains the name of the rules file. Otherwise
-    the result is `given`. Raises UsageProblem if the file cannot be written: a run calls this function before any other
-    work.
+    the result is `given`. Raises UsageProblem if the file cannot be written, or if it contains the metrics of another
+    rules file: a run calls this function before any other work.
     """
     path = given / f"outbox_reconcile_{rules.stem}.prom" if given.is_dir() else given
     try:
         _draft(path, "").unlink()
-    except OSError as error:
+        first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageProblem(f"the metrics {str(path)!r} cannot be written: {error}. Correct --metrics.") from error
+    if first.startswith(_OWNER) and first != _owner(rules):
+        raise UsageProblem(
+            f"the metrics file {str(path)!r} contains the metrics of another rules file, "
+            f"{first.removeprefix(_OWNER)}: the runs of the two rules files would replace each other's metrics. "
+            f"Give each rules file its own file with --metrics, or give --metrics a folder."
+        )
     return path
 
 
 def write(path: Path, result: dict[str, Any], rules: Path) -> None:
     """Write the metrics of a result. The whole file is replaced at once, so the collector never reads a part of it."""
-    _draft(path, render(result, rules.stem)).replace(path)
+    _draft(path, f"{_owner(rules)}\n{render(result, rules.stem)}").replace(path)
+
+
+def _owner(rules: Path) -> str:
+    return f"{_OWNER}{' '.join(str(rules.absolute()).split())}"
 
 
 def _draft(path: Path, text: str) -> Path:

@@ -186,6 +186,8 @@ class _Reader:
             fail_above=self._fail_above(table) if "fail_above" in table.values else None,
             digest=_digest(value),
         )
+        if rule.bucket_seconds == 0:
+            table.problem("bucket", "must be longer than 0", 'write bucket = "1h", or remove it')
         if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups if rule.message_when else ():
@@ -196,11 +198,10 @@ class _Reader:
 
     @staticmethod
     def _spans(table: TomlTable) -> dict[str, Any]:
-        """Return the durations of a rule. Its own look back is not made with each run. With `bucket`, a look back reads
-        only the buckets whose checksums differ, so it may be made every hour."""
+        """Return the durations of a rule. Its own look back is not made with each run: `prepare` chooses how often."""
         given = table.spans("grace", "late_after", "stuck_after", "bucket", "look_back", "look_back_every")
         if "look_back" in table.values:
-            given.setdefault("look_back_every_seconds", 3_600.0 if "bucket" in table.values else 86_400.0)
+            given.setdefault("look_back_every_seconds", None)
         return given
 
     @staticmethod

@@ -171,8 +171,9 @@ class Rule:
     # Rows and effects that are written with an earlier time are rarely older than a day.
     look_back_seconds: float = 86_400.0
     """Once per `look_back_every_seconds`, an incremental run judges again all rows whose time is at most
-    `look_back_seconds` before the last look back; 0 means never."""
-    look_back_every_seconds: float = 0.0
+    `look_back_seconds` before the last look back; 0 means never. None: every hour if checksums make it cheap, else
+    every day."""
+    look_back_every_seconds: float | None = 0.0
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()

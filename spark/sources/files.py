@@ -96,7 +96,7 @@ class FrameSource:
         return reduce(DataFrame.unionByName, frames)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        key = _expression(selection.key).cast("string")
+        key = _expression(selection.key, self._table(selection)).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
@@ -107,7 +107,7 @@ class FrameSource:
     def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
-        key = F.coalesce(_expression(selection.key).cast("string"), F.lit(""))
+        key = F.coalesce(_expression(selection.key, frame).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def horizon(self, topic: str) -> datetime | None:
@@ -121,7 +121,7 @@ class FrameSource:
         for name, value in selection.equals:
             frame = frame.where(F.col(name) == F.lit(value))
         if selection.time is not None:
-            time = _moment(_expression(selection.time), selection.time, frame)
+            time = _moment(_expression(selection.time, frame), selection.time, frame)
             frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
             frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
@@ -199,9 +199,21 @@ _LOGS: Final = "{_delta_log,metadata/*.metadata.json,.hoodie}"
 MAX_TEXT: Final = 2**31 - 1
 
 
-def _expression(source: str) -> SparkColumn:
-    """A column or an expression of the rules as a Spark column."""
-    return F.col(source) if is_column(source) else F.expr(source)
+def _expression(source: str, frame: DataFrame) -> SparkColumn:
+    """A column or an expression of the rules as a Spark column.
+
+    A dotted name is a field of a struct. Raises UsageProblem if the table also has a column of that name, because a run
+    would silently compare the other value.
+    """
+    if is_column(source):
+        return F.col(source)
+    if "." in source and source in frame.columns:
+        outer, _, inner = source.partition(".")
+        raise UsageProblem(
+            f"{source!r} is a field of column {outer!r}, but the table has a column of that name: write `{source}` in "
+            f"backticks for the column, ({outer}).{inner} for the field."
+        )
+    return F.expr(source)
 
 
 def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
@@ -211,7 +223,7 @@ def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColum
 
 
 def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
-    value = _expression(column.expression)
+    value = _expression(column.expression, frame)
     binary = value.cast("binary")
     if is_csv:
         # COPY writes bytea as \\x and hexadecimal digits.

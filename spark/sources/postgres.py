@@ -151,7 +151,7 @@ class PostgresSource:
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
-            pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, since)
+            pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
 
@@ -255,11 +255,10 @@ class PostgresSource:
         edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
         return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
 
-    def _pages(self, selection: TableSelection, since: datetime | None) -> list[list[str]]:
+    def _pages(self, selection: TableSelection, terms: list[str], since: datetime | None) -> list[list[str]]:
         """For each task its conditions: the tasks divide the pages of the table, and of each of its partitions."""
         [(pages, longest)] = self.query(_PAGES.format(table=sql.text(self.table_of(selection)))) or [(0, 0)]
-        # An index finds the rows of a window, or PostgreSQL reads them by workers of its own.
-        if pages <= PAGES_PER_TASK or since is not None:
+        if pages <= PAGES_PER_TASK or (since is not None and self._uses_index(selection, terms)):
             return [[]]
         count = min(_task_count(pages / PAGES_PER_TASK), longest)
         edges = [longest * number // count for number in range(count)]
@@ -267,6 +266,18 @@ class PostgresSource:
         # The last task reads to the end of the table. Pages that were added after the snapshot have no rows of this
         # snapshot.
         return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
+
+    def _uses_index(self, selection: TableSelection, terms: list[str]) -> bool:
+        """Whether an index finds the rows, or nearly all of them: PostgreSQL reads a small partition without index."""
+        statement = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
+        with self._translating("the database"), self._coordinator.cursor() as cursor:
+            # By default, the driver reads by COPY, but COPY does not accept EXPLAIN.
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+            cursor.execute(statement)
+            nodes = [json.loads(cursor.fetchone()[0])[0]["Plan"]]
+        for node in nodes:
+            nodes += node.get("Plans", ())
+        return bool(sum(node["Total Cost"] for node in nodes if "Seq Scan" in node["Node Type"]) < PAGES_PER_TASK)
 
     def column_types(self, selection: TableSelection) -> dict[str, str]:
         """The PostgreSQL type of each column of the selection's table."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from ..common.errors import ReconcileError
 from ..judging.classify import Window
-from ..rules.rule import FieldRule, FieldType, Rule, Rules, SourceKind
+from ..rules.rule import FieldRule, FieldType, Rule, Rules
 from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
 from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
-from .prepare import PreparedRule, margin
+from .prepare import PreparedRule, margin, why_no_checksums
 from .sides import ReadLimits
 
 
@@ -47,7 +47,7 @@ def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedC
     """For a rule with `bucket`, find the buckets that are equal on all sides, and make conditions that select all other
     buckets."""
     rule, window = prepared.rule, prepared.window
-    reason = _inapplicable(rule, rules, sources)
+    reason = why_no_checksums(rule, rules, sources)
     if reason is not None:
         return ComparedChecksums(f"checksum: not used: {reason}")
     ours, broker = sources[rule.database], sources.broker
@@ -60,30 +60,6 @@ def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedC
         return ComparedChecksums(
             f"checksum: not used, because the database could not compute it ({' '.join(str(error).split())[:200]})"
         )
-
-
-def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
-    if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
-        return "the rows and the broker must be in PostgreSQL"
-    if rule.message_when:
-        return "a checksum cannot apply message_when"
-    if not any((item.column, item.type) == (rule.time, FieldType.TIMESTAMP) for item in rule.fields):
-        return (
-            f"no field of type timestamp is compared with column {rule.time!r}, so a message does not tell its bucket"
-        )
-    for item in rule.fields:
-        if item.tolerance is not None or item.former:
-            return f"field {item.column!r} has a tolerance, or several names in the body"
-    for group in rule.groups:
-        if group.compare_effect or group.sum_effect:
-            return f"the effects of {group.name!r} are compared by value"
-        if group.owed_when:
-            return f"group {group.name!r} owes an effect only for some messages"
-        if group.table is None or group.key is None:
-            return f"the effects of {group.name!r} are not found by key"
-        if sources[group.database] is not sources[rule.database]:
-            return f"the effects of {group.name!r} are in another database than the rows"
-    return None
 
 
 class _Checksums:

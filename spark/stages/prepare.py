@@ -5,7 +5,7 @@ The window begins at the end of the previous result. The window ends at the wate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -13,10 +13,10 @@ from typing import Any, Final
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import RunOptions
 from ..judging.classify import Window
-from ..rules.rule import Rule
+from ..rules.rule import FieldType, Rule, Rules, SourceKind
 from ..sources import contract
 from ..sources.archived import ArchivedSource
-from ..sources.base import SourceBoundary
+from ..sources.base import DataSource, SourceBoundary
 from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
 from . import subscriptions
@@ -59,7 +59,7 @@ def prepare(
     rule, of_groups = subscriptions.resolved(rule, sources.broker, schema)
     missing = _missing_views(rule, sources)
     known = _known_rule(previous, rule)
-    window = _window(rule, job.options, snapshots, known)
+    window = _window(with_look_backs(rule, job.rules, sources), job.options, snapshots, known)
     notes: list[str] = []
     if horizon is not None:
         window, notes = _limited_by_retention(rule, window, horizon)
@@ -148,6 +148,15 @@ def _window(
     return Window(since, boundary, watermark, is_exact=until is not None)
 
 
+def with_look_backs(rule: Rule, rules: Rules, sources: Sources | Mapping[str, DataSource]) -> Rule:
+    """The rule with the time between its look backs. With the checksum pre-filter, a look back reads only the buckets
+    whose checksums differ, so it may be made every hour."""
+    if rule.look_back_every_seconds is not None:
+        return rule
+    is_cheap = rule.bucket_seconds and why_no_checksums(rule, rules, sources) is None
+    return replace(rule, look_back_every_seconds=3_600.0 if is_cheap else 86_400.0)
+
+
 def _look_back(
     rule: Rule, options: RunOptions, since: datetime, boundary: datetime, known: dict[str, Any] | None
 ) -> datetime | None:
@@ -166,7 +175,7 @@ def _look_back(
         return None
     looked_back = None if known is None else known.get("looked_back")
     last = None if looked_back is None else datetime.fromisoformat(looked_back["at"])
-    every = timedelta(seconds=rule.look_back_every_seconds)
+    every = timedelta(seconds=rule.look_back_every_seconds or 0)
     if options.look_back is None and last is not None and boundary - last < every:
         return None
     return min(since, last or since) - timedelta(seconds=rule.look_back_seconds)
@@ -211,6 +220,31 @@ def _looked_back(window: Window, known: dict[str, Any] | None) -> dict[str, str 
         last: dict[str, str | None] | None = (known or {}).get("looked_back")
         return last
     return {"at": window.until.isoformat(), "from": None if window.since is None else window.since.isoformat()}
+
+
+def why_no_checksums(rule: Rule, rules: Rules, sources: Sources | Mapping[str, DataSource]) -> str | None:
+    """The reason why the checksum pre-filter cannot judge the rule; None if it can."""
+    if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
+        return "the rows and the broker must be in PostgreSQL"
+    if rule.message_when:
+        return "a checksum cannot apply message_when"
+    if not any((item.column, item.type) == (rule.time, FieldType.TIMESTAMP) for item in rule.fields):
+        return (
+            f"no field of type timestamp is compared with column {rule.time!r}, so a message does not tell its bucket"
+        )
+    for item in rule.fields:
+        if item.tolerance is not None or item.former:
+            return f"field {item.column!r} has a tolerance, or several names in the body"
+    for group in rule.groups:
+        if group.compare_effect or group.sum_effect:
+            return f"the effects of {group.name!r} are compared by value"
+        if group.owed_when:
+            return f"group {group.name!r} owes an effect only for some messages"
+        if group.table is None or group.key is None:
+            return f"the effects of {group.name!r} are not found by key"
+        if sources[group.database] is not sources[rule.database]:
+            return f"the effects of {group.name!r} are in another database than the rows"
+    return None
 
 
 def margin(rule: Rule) -> timedelta:

@@ -16,14 +16,15 @@ from ..sources.base import DataSource
 from ..sources.postgres import PostgresSource
 
 _SUBSCRIPTION: Final = "SELECT filter FROM {view} WHERE consumer_group = {group} AND topic = {topic}"
-# The newest message before the group's start. A group owes no effect for what its queues had before its start offset.
-# The order of a queue is nearly, but not exactly, the order of the log: of the messages that were stored at the moment
-# of the start, some are not judged for this group.
-_START: Final = """
-SELECT max(e.log_id)
+# A group owes no effect for what its queues had before its start offset. The first query has the newest of these
+# messages. The second query has the messages that are older than this one, but entered their queue after the start:
+# they were delayed or undecided, or were stored at the moment of the start.
+_ENTRIES: Final = """
 FROM {offsets} o JOIN {entries} e ON e.queue_id = o.queue_id AND e.attempt = 0
-WHERE o.consumer_group = {group} AND o.topic = {topic} AND e.queue_offset < o.start_offset
+WHERE o.consumer_group = {group} AND o.topic = {topic}
 """
+_START: Final = f"SELECT max(e.log_id) {_ENTRIES} AND e.queue_offset < o.start_offset"
+_LATER: Final = f"SELECT e.log_id {_ENTRIES} AND e.queue_offset >= o.start_offset AND e.log_id < {{start}}"
 
 
 def resolved(rule: Rule, broker: DataSource, schema: str) -> tuple[Rule, list[str]]:
@@ -50,13 +51,18 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
             return group, []
         views = {"offsets": names["offset"], "entries": names["queue_entry"], **wanted}
         [(start,)] = broker.attempt(_START.format(**views), about=about)
+        later = [] if start is None else broker.attempt(_LATER.format(start=start, **views), about=about)
     except UsageProblem as error:
         return group, [
             f"group {group.name}: the run expects an effect for every message, because it cannot read the group's "
             f"subscription ({error}); GRANT SELECT on group_v1, offset_v1 and queue_entry_v1, or write owed_when"
         ]
     text = known[0][0].strip()
-    terms = [] if start is None else [f"log_id > {start}"]
+    terms = []
+    if start is not None:
+        listed = f" OR log_id IN ({', '.join(str(row[0]) for row in later)})" if later else ""
+        # A message whose delay is not over has no entry yet.
+        terms.append(f"(log_id > {start} OR deliver_at > now(){listed})")
     if text not in ("", "*"):
         terms.append(_of_tags(text, group.name))
     if not terms:

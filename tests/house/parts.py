@@ -50,7 +50,7 @@ PARTS: Final = (
     ),
     Part(
         "editing",
-        r"contrib[./]editing\b|edited_letter|outbox_dead_letter (?:edit|redirect)|redirected-from",
+        r"contrib[./]editing\b|edited_letter|outbox_dead_letter edit",
         ("contrib/editing/",),
         tests=("django/cases_of_editing.py", "django/test_editing.py"),
     ),

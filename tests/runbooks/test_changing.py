@@ -64,9 +64,13 @@ def test_a_group_gets_another_name_while_messages_are_published(new_machine: Cal
     machine.wait_for_orders()
     has_begun = "SELECT 1 FROM outbox.queue_lease JOIN outbox.consumer_group USING (group_id) WHERE name = 'letters'"
     eventually(lambda: len(machine.ask("OUTBOX_BROKER_URL", has_begun)) == len(offsets), within_seconds=60)
+    machine.bash("systemctl stop shop-worker")
+    listed = json.loads(machine.bash("manage.py outbox_group offsets letters --json"))
+    assert len([one for one in listed if not one["is_retry"]]) == len(offsets)
     for queue in offsets:
         moved = f"--queue {queue['number']} --to-offset {queue['next_offset']}"
         machine.bash(f"manage.py outbox_group reset letters orders {moved} --no-input")
+    machine.bash("systemctl start shop-worker")
     assert_all_is_handled(machine)
     delete = "manage.py outbox_group delete mails --no-input"
     eventually(lambda: "Done." in machine.bash(delete, codes=(0, 1)), within_seconds=60)

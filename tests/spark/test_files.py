@@ -10,8 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import SparkSession
 
 from spark.common.errors import RunIncomplete, UsageProblem
+from spark.sources import files
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import copy_out, export_csv, export_parquet
 from tests.spark.test_runs import plant
@@ -94,3 +96,12 @@ def test_parquet_with_nanoseconds_is_refused(reconcile: Reconciler, world: World
     pq.write_table(orders_table(world, "us"), folder / "part-1.parquet")
     with pytest.raises((RunIncomplete, UsageProblem)):
         run()
+
+
+def test_a_column_whose_name_is_also_the_path_of_a_field_is_refused(spark_session: SparkSession) -> None:
+    """A run would compare the field of the struct, and nobody would see it."""
+    frame = spark_session.createDataFrame([("1", ("2",))], "`price.total` string, price struct<total: string>")
+    with pytest.raises(UsageProblem, match=r"write `price\.total` in backticks for the column, \(price\)\.total for"):
+        files._expression("price.total", frame)
+    read = frame.select(*[files._expression(text, frame) for text in ("`price.total`", "(price).total")]).first()
+    assert read is not None and tuple(read) == ("1", "2")

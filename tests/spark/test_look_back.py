@@ -13,6 +13,7 @@ from spark.cli import parser
 from spark.common.options import RunOptions
 from spark.rules.file import parse
 from spark.stages import prepare
+from spark.stages.prepare import with_look_backs
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -113,12 +114,19 @@ def test_the_command_takes_a_duration_or_the_rules(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("extra", "hours"), [("", 24), ('bucket = "1h"', 1), ('bucket = "1h"\nlook_back_every = "6h"', 6)]
+    ("extra", "hours"),
+    [
+        ("", 24),
+        ('bucket = "1h"', 1),
+        ('bucket = "1h"\nlook_back_every = "6h"', 6),
+        ('bucket = "1h"\nmessage_when = "true"', 24),
+    ],
 )
 def test_one_setting_schedules_a_look_back(extra: str, hours: int) -> None:
-    """By checksums, it is cheap enough for every hour."""
+    """By checksums, it is cheap enough for every hour; message_when excludes checksums."""
     text = RULES.format(extra=f'look_back = "7d"\n{extra}', groups="")
-    (rule,) = parse(text, environment={"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}).rules
+    rules = parse(text, environment={"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"})
+    rule = with_look_backs(rules.rules[0], rules, {})
     assert (rule.look_back_seconds, rule.look_back_every_seconds) == (7 * 86_400, hours * 3_600)
 
 
@@ -142,7 +150,8 @@ def test_from_when_a_run_looks_back(
 ) -> None:
     """`last` and `hours` are hours before the end of the window: the last look back, and the begin of this one."""
     environment = {"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}
-    (rule,) = parse(RULES.format(extra=written, groups=""), environment=environment).rules
+    rules = parse(RULES.format(extra=written, groups=""), environment=environment)
+    rule = with_look_backs(rules.rules[0], rules, {})
     options = RunOptions(rules=Path("reconcile.toml"), output="out", **given)
     known = None if last is None else {"looked_back": {"at": (START - last * HOUR).isoformat(), "from": None}}
     since = prepare._look_back(rule, options, START - HOUR, START, known)

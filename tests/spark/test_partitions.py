@@ -77,3 +77,26 @@ def test_tasks_divide_the_pages_of_each_partition(partitioned: Made, monkeypatch
     finally:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("DROP OWNED BY partition_reader; DROP ROLE partition_reader")
+
+
+def test_a_large_table_is_read_from_a_time_on(partitioned: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its index where it has one, else by ranges of pages."""
+    monkeypatch.setattr(postgres, "PAGES_PER_TASK", 1)
+    url, source = partitioned
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "DROP TABLE orders_order; CREATE TABLE orders_order (id bigint, customer text, total numeric, "
+            "paid_at timestamptz)"
+        )
+        connection.execute(
+            "INSERT INTO orders_order SELECT n, repeat('x', 100), 1, timestamptz '2025-06-01 12:00Z' + "
+            "n * interval '1 min' FROM generate_series(1, 300) n"
+        )
+        for has_index in (False, True):
+            rows = source(url).read([contract.rows(RULE)], START + timedelta(minutes=290))
+            assert (rows.rdd.getNumPartitions() == 1) is has_index
+            assert rows.count() == 11
+            connection.execute("CREATE INDEX ON orders_order (paid_at)")
+            connection.execute("ANALYZE orders_order")
+        whole = source(url).read([contract.rows(RULE)], START)
+        assert whole.rdd.getNumPartitions() > 1, "retention has removed nothing newer: the index finds nearly all rows"

@@ -24,6 +24,9 @@ def test_a_new_output_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     for name, mode in (("new", 0o700), ("known", 0o750)):
         Store(str(tmp_path / name)).check_writable()
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+        assert Store(str(tmp_path / name)).note_of_readers() == ""
+    (tmp_path / "known").chmod(0o755)
+    assert "every user of this machine can read" in Store(str(tmp_path / "known")).note_of_readers()
 
 
 @pytest.mark.slow
@@ -68,9 +71,11 @@ def test_values_are_masked_at_any_depth() -> None:
         ' {"em\\u0061il" : null , "e": []} ': '{"email":H,"e":[]}',
         "[[], 1, true]": "[[],1,true]",
         "12.50": "12.5",
+        '{"\\udc00": "\\ud800 \\ud83d\\ude00", "email": "x"}': '{"\\udc00":"\\ud800 😀","email":H}',
     }
     for text, shown in expected.items():
         assert masking.masked(text, names) == shown.replace("H", hidden)
+        assert masking.masked(text, names).encode()
     for text in ('{"email": "a"', '{"email": "a"} {"email": "b"}', "", "[" * 100_000, '{"a": "x', "{1: 2}", "x"):
         assert masking.masked(text, names) == masking.NOT_JSON
 

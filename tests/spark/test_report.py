@@ -10,6 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.judging import causes
 from spark.judging.causes import FindingCounts
@@ -176,7 +179,11 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
     samples = [line.rsplit(" ", 1)[0] for text in written.values() for line in text.splitlines() if line[0] != "#"]
     assert len(samples) == len(set(samples)), "a collector that reads both refuses a sample that is there twice"
 
-    assert metrics.target(tmp_path / "outbox.prom", orders) == tmp_path / "outbox.prom"
+    one = tmp_path / "outbox.prom"
+    metrics.write(metrics.target(one, orders), result(), orders)
+    assert metrics.target(one, orders) == one
+    with pytest.raises(UsageProblem, match=r"the metrics of another rules file, .*orders\.toml"):
+        metrics.target(one, refunds)
 
 
 def test_what_a_repair_can_mend_comes_before_what_a_person_must_judge() -> None:

@@ -93,6 +93,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('topic = "order.paid"', "", '.topic: missing; add topic = "…".'),
     ('grace = "30s"', "grace = 30", "not a duration: 30; write a number and a unit (ms, s, m, h, d), as in "),
     ('grace = "30s"', 'grace = "36501d"', "not a duration: '36501d'; write a number and a unit"),
+    ('bucket = "1h"', 'bucket = "0s"', ".bucket: must be longer than 0"),
     ('type = "decimal"', 'type = "money"', "unknown value 'money'; use one of: text, integer, decimal"),
     ('column = "customer"', 'column = "customer"\ntolerance = 1', "a text has none; remove it"),
     ('type = "decimal"', 'type = "decimal"\ntolerance = "-1"', "not a distance: '-1'"),

@@ -131,14 +131,14 @@ class WebhookSink:
         if status == _GONE:
             raise ServiceUnavailable(
                 f"{said}: it exists no more. If it is gone for good, remove its entry from FORWARD, then run "
-                "`outbox_group delete`",
+                "`outbox_group delete GROUP`",
                 pause_seconds=_LONGEST_PAUSE_SECONDS,
             )
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
-            # The error text has no message id, because outbox detects an outage by three failures in a row, of
-            # different messages, with the same error text.
+            # The error text has no message id, because outbox detects an outage by failures in a row, of different
+            # messages, with the same error text.
             return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 
