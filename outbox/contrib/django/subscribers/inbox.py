@@ -490,9 +490,10 @@ WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND me
     {**_KEY_TYPES, "count": INTEGER, "message_ids": UUIDS},
 )
 
-_INSERT_SQLITE: Final = (
-    "INSERT OR IGNORE INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
-)
+# Not INSERT OR IGNORE, which also ignores an error of another constraint: the message would be skipped as handled.
+_INSERT_SQLITE: Final = """
+INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING
+"""
 # A second delivery waits at the row of the first one for this number of seconds. The rows are sorted, so two batches
 # cannot deadlock. RETURNING has only the rows that are new.
 _ENTER_MARIADB: Final = """
