@@ -152,6 +152,13 @@ def test_an_outage_that_continues_extends_its_incident(world: World, operator: C
     [after] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
     assert after[0] == before[0] and after[2] > before[2]
     assert "OperationalError: away" in page(operator, "incidents/?kind=outage")
+    # Of another process, which failed later for the first time.
+    world.sql("UPDATE outbox.incident SET at = clock_timestamp()")
+    members.report_outage(world.run, *place, _LOCK)
+    world.sql("UPDATE outbox.outage SET since = since - interval '10 s'")
+    world.sql("UPDATE outbox.incident SET at = clock_timestamp() - interval '5 s'")
+    members.end_outage(world.run, *place, has_succeeded=True)
+    assert world.sql("SELECT incident_id, split_part(detail, ' to ', 1) FROM outbox.incident") == [after[:2]]
     members.report_outage(world.run, *place, _LOCK)
     members.end_outage(world.run, *place, has_succeeded=True)
     assert world.sql("SELECT count(*) FROM outbox.incident") == [(2,)], "another outage"
