@@ -513,6 +513,13 @@ DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND messa
 """
 
 
+def unsupported(connection: BaseDatabaseWrapper) -> ConfigurationError:
+    return ConfigurationError(
+        f"the database {connection.alias!r} is {connection.vendor!r}, for which outbox has no inbox. Give the "
+        "subscriber the alias of a database with PostgreSQL, MariaDB or SQLite: @subscriber(…, using=…)."
+    )
+
+
 class InboxEntries:
     """The inbox rows of one consumer group and generation, on the connection of its handlers."""
 
@@ -553,8 +560,10 @@ class InboxEntries:
             new = {row[0] for row in self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds)}
         elif self._connection.vendor == "mysql":
             new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
-        else:
+        elif self._connection.vendor == "sqlite":
             new = self._enter_on_sqlite(sorted(firsts))
+        else:
+            raise unsupported(self._connection)
         new -= self._later(new)
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
