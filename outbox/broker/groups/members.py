@@ -231,8 +231,8 @@ def report_outage(
 
 
 # The last process whose subscription continues records the incident, so a group has at most one for each outage of a
-# topic. An outage that continues an earlier one began before the incident of that one, and extends it. The incident keeps the earliest begin: the first
-# failure of another process may be later.
+# topic. An outage that continues an earlier one began before the incident of that one, and extends it. The
+# incident keeps the earliest begin: the first failure of another process may be later.
 _END_OUTAGE = Statement("""
 WITH ended AS (
     DELETE FROM {schema}.outage

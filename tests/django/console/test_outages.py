@@ -223,6 +223,30 @@ def test_only_the_messages_that_are_due_first_are_counted(world: World, monkeypa
     assert [(fact["messages"], fact["of_those_due_first"]) for fact in condition.evidence] == [(3, 3)]
 
 
+def test_the_queues_whose_messages_are_due_first_are_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the fact says that other queues may be left out."""
+    monkeypatch.setattr(broker_conditions, "_RETRIES_COUNTED", 3)
+    groups = [f"g{number:02}" for number in range(11)]
+    world.publish(3)
+    for group in groups:
+        world.subscribe(group)
+        for number in range(3):
+            retried(world, group, f"k{number}", refused(number), failures=2)
+    world.sql(
+        "UPDATE outbox.scheduled SET due_at = now() + interval '1 hour' * (12 - retry_of)"
+        " FROM outbox.queue, outbox.topic WHERE queue.queue_id = scheduled.queue_id AND topic.topic_id = queue.topic_id"
+    )
+    condition = found_failing()
+    assert condition is not None
+    [(latest,)] = world.sql(
+        "SELECT consumer_group.name FROM outbox.scheduled JOIN outbox.queue USING (queue_id)"
+        " JOIN outbox.topic USING (topic_id) JOIN outbox.consumer_group ON group_id = retry_of"
+        " ORDER BY due_at DESC LIMIT 1"
+    )
+    assert {fact["group"] for fact in condition.evidence} == {*groups} - {latest}
+    assert {fact["of_the_queues_due_first"] for fact in condition.evidence} == {30}
+
+
 def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(
     world: World, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
