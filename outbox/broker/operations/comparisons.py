@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -279,7 +279,7 @@ def read_again_from(run: Executor, queue: GroupPosition) -> int:
     The result is the target of the reset, or a later offset if retention has removed the row of the reset.
     """
     rows = run.rows(_NEWEST_FIRST, {"group_id": queue.group_id, "queue_id": queue.queue_id})
-    since = itertools.takewhile(lambda row: row[1] == queue.moved, rows)
+    since: Iterable[tuple[int, int]] = itertools.takewhile(lambda row: row[1] == queue.moved, rows)
     return min([queue.next_offset, *(next_offset for next_offset, _ in since)])
 
 
