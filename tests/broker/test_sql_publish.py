@@ -252,6 +252,16 @@ def test_an_operator_can_switch_it_off_and_a_resent_id_stores_nothing(connection
         publish(connection)
 
 
+def test_a_half_message_is_transactional_whatever_its_publisher_says(connection: BrokerConnection) -> None:
+    text = (
+        "SELECT log_id FROM outbox.append_one(gen_random_uuid(), 1, NULL, '', '', 'text/plain', '', NULL, now(), NULL,"
+        " NULL, 'shop', false, true, 60, NULL)"
+    )
+    assert connection.execute(text).fetchone() != (None,)
+    connection.execute("UPDATE outbox.broker SET reject_transactional = true")
+    assert connection.execute(text).fetchone() == (None,)
+
+
 def test_bytes_of_any_content_type_and_another_schema(connection: BrokerConnection, broker_url: str) -> None:
     install(connection, "messages")
     with contextlib.closing(PostgresBroker(BrokerDatabase(conninfo=broker_url, schema="messages"))) as other:

@@ -558,6 +558,12 @@ def test_which_statements_write() -> None:
         ("MERGE INTO x USING y ON true WHEN MATCHED THEN DELETE", "MERGE"),
         ("SELECT * INTO TEMP x FROM y", "INTO"),
         ("EXPLAIN ANALYZE INSERT INTO x VALUES (1)", "INSERT"),
+        *((text, "") for text in ("LISTEN x", "notify x, 'y'", "ANALYZE x", "LOCK TABLE x", "DESCRIBE x", "USE x")),
+        ("PREPARE x AS SELECT 1", ""),
+        ("EXECUTE x", ""),
+        ("PREPARE x AS INSERT INTO y VALUES (1)", "INSERT"),
+        ("CALL x()", "CALL"),
+        ("DO $$BEGIN END$$", "DO"),
     ]
     for text, word in cases:
         assert effects.written(text) == word

@@ -161,6 +161,32 @@ def test_vanished_effects_are_counted_and_a_reset_brings_them_back() -> None:
     assert run_compare() == NOTHING
 
 
+def test_vanished_effects_of_messages_that_a_reset_brought_back_are_counted() -> None:
+    """An earlier reset had skipped them, so that the comparison ignored them."""
+    handled: list[str] = []
+
+    @subscriber("payments", group="effects")
+    def effect(delivery: Delivery) -> None:
+        handled.append(delivery.key)
+
+    _publish("k0")
+    consumer_runtime().run_once()
+    assert run_compare() == NOTHING
+    _publish("k1", "k2", "k3")
+    with broker_connection() as (connection, schema):
+        reset(Executor(connection, schema), "effects", "payments", Start.LATEST)
+    consumer_runtime().run_once()
+    assert run_compare() == NOTHING
+    with broker_connection() as (connection, schema):
+        reset(Executor(connection, schema), "effects", "payments", 1)
+    consumer_runtime().run_once()
+    assert set(handled) - {"k0"}, "some are handled only now"
+    skipped = len(set(handled) - {"k0"})
+    assert run_compare() == NOTHING
+    InboxEntry.objects.all().delete()
+    assert run_compare().lost_effects >= skipped
+
+
 def test_a_new_group_that_starts_at_the_end_has_lost_nothing_before_it() -> None:
     """A comparison has run before the group had a position."""
 

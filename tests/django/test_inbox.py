@@ -14,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from django.db import DatabaseError, OperationalError, connections, transaction
+from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
 
 from outbox import Delivery, Message
 from outbox.contrib.django import subscriber
@@ -329,6 +329,12 @@ def test_a_session_that_ends_while_the_transaction_begins_is_no_attempt(monkeypa
         assert isinstance(run([delivery("two")])[0], HandlerNotStarted)
     assert run([delivery("three")]) == [HANDLED]
     assert effects() == ["one", "three"]
+
+
+def test_an_inbox_row_that_sqlite_refuses_skips_no_message() -> None:
+    """Only a row that is there already does."""
+    with pytest.raises(IntegrityError), transaction.atomic("lite"):
+        InboxEntries(connections["lite"], None, 1).enter([delivery("one")], lease_seconds=10.0)  # type: ignore[arg-type]
 
 
 def test_a_locked_sqlite_is_no_attempt() -> None:

@@ -80,6 +80,29 @@ LEAVE_SECONDS: Final = 1.0
 class HandlerCall:
     """One call of a handler: its items and, after the call, a result for each item."""
 
+    __slots__ = (
+        "abandoned",
+        "admission_epoch",
+        "alone",
+        "claimed_at",
+        "commits",
+        "expired",
+        "given_back",
+        "has_left",
+        "items",
+        "lane",
+        "may_share",
+        "note",
+        "redelivery",
+        "renew_at",
+        "results",
+        "returned_at",
+        "shares",
+        "started_at",
+        "subscribed",
+        "term_seconds",
+    )
+
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
         self.subscribed = subscribed
         self.lane = lane

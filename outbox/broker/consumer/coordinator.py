@@ -279,8 +279,13 @@ class Coordinator:
             self._asks_life = True
             self._ownership.wake_coordinator()
             return
+        shares = bool(self._shared_groups) and not self._ownership.is_draining
+        if shares:
+            # Before the new generation is set: a queue that a reset has fenced is lost first.
+            self._compare(look.queues, stopped)
         self._follow(run, look.groups)
-        self._rebalance(run, life, look, stopped)
+        if shares:
+            self._rebalance(run, life, look)
         for queue in self._broadcast.gained(run, life, self._ownership.blocked):
             self._ownership.emit(Change.ACQUIRED, queue)
 
@@ -418,10 +423,7 @@ class Coordinator:
                 group.paused, group.generation, group.quarantined = found
                 self._ownership.wake_dispatcher()
 
-    def _rebalance(self, run: Executor, life: UUID, look: GroupSnapshot, stopped: Collection[QueueKey]) -> None:
-        if not self._shared_groups or self._ownership.is_draining:
-            return
-        self._compare(look.queues, stopped)
+    def _rebalance(self, run: Executor, life: UUID, look: GroupSnapshot) -> None:
         for group_id in self._shared_groups:
             of_group = [queue for queue in look.queues if queue.key[0] == group_id]
             mine = rebalance.share(self._instance, look.members[group_id], of_group)

@@ -66,7 +66,9 @@ logger = logging.getLogger(__name__)
 #   is a biased witness: it has failed before, and the retries of messages that fail alike come together, while a
 #   success of another message says that the service works. A batch fails if one of its messages does.
 # - If a success has ended a shorter series of the same error, three in a row may be chance: if a third of the messages
-#   fail, such a series begins about once in forty messages. Then twenty in a row are an outage.
+#   fail, such a series begins about once in forty messages. Then twenty in a row are an outage. Only a success of a
+#   call that began after the first failure counts here: when a service goes down, calls that began before may still
+#   succeed. If messages have at most two attempts, three in a row always suffice, because twenty would be dead letters.
 #
 # If no call has succeeded for a minute, or since the process began, every failed call is a sign, and three are enough.
 #
@@ -81,8 +83,8 @@ _IN_A_ROW: Final = 3
 _IN_A_ROW_BY_CHANCE: Final = 20
 # For this time (seconds), a success says that the service works, and an outage with the same error continues the last.
 _RECENT_SECONDS: Final = 60.0
-# The errors of which an `Outage` remembers that a success has ended their series.
-_REFUTED_CAUSES: Final = 16
+# The number of causes that an `Outage` remembers.
+_KNOWN_CAUSES: Final = 16
 _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 # A handler that was not called has cost nothing but an attempt to connect, so the next attempt comes soon: after a
 # restart of the server, messages would otherwise wait for up to a minute.
@@ -113,7 +115,10 @@ class Outage:
         self.has_succeeded = False
         # The time of the last success; None before the first one.
         self._succeeded_at: float | None = None
-        # The times at which a success has ended a series of failures, by their cause, the oldest first.
+        # The time of the first failure by its cause, until a success refutes that a service is down. The oldest first.
+        self._suspected: dict[str, float] = {}
+        # The times at which a success has refuted that a service is down, by the cause of the failures, the oldest
+        # first.
         self._refuted: dict[str, float] = {}
         # The cause, the `since` and the end of the last outage; None before the first one.
         self._last: tuple[str, float, float] | None = None
@@ -132,28 +137,25 @@ class Outage:
         """Return whether a call may be started. In an outage, one call at a time may be started after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
-    def succeeded(self, now: float) -> None:
+    def succeeded(self, now: float, began_at: float = math.inf) -> None:
         """Record a successful call, which ends the outage and the series of failures.
 
+        `began_at`: when the call began. A call that began before a failure does not refute that the service is down.
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
         before the request.
         """
         if self._lasts_as_asked(now):
             return
-        if self._failed and self.resume_at is None:
-            self._refute(now)
+        if self.resume_at is None:
+            for cause in [cause for cause, failed_at in self._suspected.items() if failed_at <= began_at]:
+                del self._suspected[cause]
+                _remember(self._refuted, cause, now)
         self._succeeded_at = now
         self._reset(now)
         self.has_succeeded = True
 
     def _lasts_as_asked(self, now: float) -> bool:
         return self._asked and self.resume_at is not None and now < self.resume_at
-
-    def _refute(self, now: float) -> None:
-        self._refuted.pop(self._cause, None)
-        self._refuted[self._cause] = now
-        if len(self._refuted) > _REFUTED_CAUSES:
-            del self._refuted[next(iter(self._refuted))]
 
     def _reset(self, now: float) -> None:
         self._end(now)
@@ -166,6 +168,8 @@ class Outage:
     def _end(self, now: float) -> None:
         if self.resume_at is not None:
             self._last = (self._cause, self.since, now)
+            # A success after an outage does not say that its failures were chance.
+            self._suspected = {}
         self.resume_at = None
 
     def not_started(self, error: str, now: float) -> float:
@@ -193,6 +197,8 @@ class Outage:
                 self._reset(now)
             self._cause, self.since = cause, now
         self._error = error
+        if cause not in self._suspected:
+            _remember(self._suspected, cause, now)
         needed = self._needed(cause, now)
         call = frozenset(messages)
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
@@ -211,6 +217,8 @@ class Outage:
 
     def _needed(self, cause: str, now: float) -> int:
         """Return how many calls in a row must fail with this cause until they are an outage."""
+        if self._subscription.retry.exhausted(2):
+            return _IN_A_ROW
         by_chance = _is_recent(self._succeeded_at, now) and _is_recent(self._refuted.get(cause), now)
         return _IN_A_ROW_BY_CHANCE if by_chance else _IN_A_ROW
 
@@ -252,6 +260,14 @@ class Outage:
         if retry.max_attempts is None:
             return float("inf")
         return sum(retry.delay_seconds(attempt) for attempt in range(1, retry.max_attempts))
+
+
+def _remember(times: dict[str, float], cause: str, now: float) -> None:
+    """Add the time as the newest one, and forget the oldest one if there are too many."""
+    times.pop(cause, None)
+    times[cause] = now
+    if len(times) > _KNOWN_CAUSES:
+        del times[next(iter(times))]
 
 
 def _is_recent(at: float | None, now: float) -> bool:
@@ -564,7 +580,7 @@ def record_left(run: Executor, work: HandlerCall, result: Result, outage: Outage
     faults.point("claim.before_settle")
     [item], place = work.items, work.redelivery
     if isinstance(result, Disposition):
-        outage.succeeded(time.monotonic())
+        _succeeded(work, [result], outage)
         if place is not None:
             redelivery.postpone(run, place, seconds=0.0, is_claimed=False)
     elif not isinstance(result, BaseException) or isinstance(result, LeaseLost):
@@ -658,7 +674,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
         for queue, handled in offsets.items():
             if queue.phase is not Phase.LOST:
                 queue.window.finish_all(handled, EntryOutcome.HANDLED)
-        outage.succeeded(time.monotonic())
+        _succeeded(work, results, outage)
         return booked
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
@@ -690,11 +706,18 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             # stay unfinished.
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
-        outage.succeeded(time.monotonic())
+        _succeeded(work, results, outage)
         _book_each(work, errors, booked)
     elif errors:
         _book_failure(work, errors, outage, booked)
     return booked
+
+
+def _succeeded(work: HandlerCall, results: Sequence[Result], outage: Outage) -> None:
+    """Record the success of a call. For a duplicate, no handler was called, so it says nothing about the service."""
+    if any(result is Disposition.HANDLED for result in results):
+        now = time.monotonic()
+        outage.succeeded(now, now if work.started_at is None else work.started_at)
 
 
 def _wait_for_code(work: HandlerCall, item: FetchedEntry, booked: CallOutcome) -> None:

@@ -231,30 +231,33 @@ def report_outage(
 
 
 # The last process whose subscription continues records the incident, so a group has at most one for each outage of a
-# topic. An outage that continues an earlier one began before the incident of that one, and extends it.
+# topic. An outage that continues an earlier one began before the incident of that one, and extends it. The
+# incident keeps the earliest begin: the first failure of another process may be later.
 _END_OUTAGE = Statement("""
 WITH ended AS (
     DELETE FROM {schema}.outage
     WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
     RETURNING *
 ), told AS (
-    SELECT since, consumer_group.name || ' on ' || topic.name AS subject,
-           'from ' || date_trunc('second', since) || ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error
-               AS detail
+    SELECT since, consumer_group.name || ' on ' || topic.name AS subject, date_trunc('second', since)::text AS began,
+           ' to ' || date_trunc('second', clock_timestamp()) || E'\n' || error AS rest
     FROM ended JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
     WHERE %(has_succeeded)s AND NOT EXISTS (
         SELECT FROM {schema}.outage other JOIN {schema}.consumer USING (group_id, instance_id)
         WHERE other.group_id = ended.group_id AND other.topic_id = ended.topic_id
           AND other.instance_id <> ended.instance_id AND expires_at > clock_timestamp())
 ), extended AS (
-    UPDATE {schema}.incident SET detail = told.detail, at = clock_timestamp()
+    UPDATE {schema}.incident
+    SET at = clock_timestamp(),
+        detail = 'from ' || least(began::timestamptz,
+                                  substring(detail FROM '^from (.+?) to [0-9]')::timestamptz)::text || rest
     FROM told
     WHERE incident_id = (SELECT max(incident_id) FROM {schema}.incident
                          WHERE at > told.since AND kind = 'outage' AND subject = told.subject)
     RETURNING incident_id
 )
 INSERT INTO {schema}.incident (kind, subject, detail)
-SELECT 'outage', subject, detail FROM told WHERE NOT EXISTS (SELECT FROM extended)
+SELECT 'outage', subject, 'from ' || began || rest FROM told WHERE NOT EXISTS (SELECT FROM extended)
 """)
 
 

@@ -108,10 +108,11 @@ def _places(error: BaseException) -> list[FrameSummary]:
 
 
 def _text(error: BaseException, places: Sequence[FrameSummary]) -> str:
-    lines = [error_line(error)]
+    place = ""
     if places:
-        lines.append(f"  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")
-    return storable("\n".join(lines))[:LONGEST_TEXT]
+        place = storable(f"\n  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")[-LONGEST_TEXT:]
+    # The line counts for the cause of the error, so a long text does not displace it.
+    return storable(error_line(error))[: LONGEST_TEXT - len(place)] + place
 
 
 @dataclass(frozen=True, slots=True)

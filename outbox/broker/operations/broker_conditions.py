@@ -869,14 +869,16 @@ _RETRIED: Final = Statement("""
 WITH waiting AS (
     SELECT retry_of, queue_id, queue.number, log_id, due_at
     FROM {schema}.topic JOIN {schema}.queue USING (topic_id)
-    CROSS JOIN LATERAL (SELECT log_id, due_at FROM {schema}.scheduled
-                        WHERE scheduled.queue_id = queue.queue_id AND attempt > 1 AND NOT claimed
-                        ORDER BY due_at LIMIT %(limit)s) AS next
+    CROSS JOIN LATERAL (SELECT log_id, due_at, min(due_at) OVER () AS first_due_at FROM (
+                            SELECT log_id, due_at FROM {schema}.scheduled
+                            WHERE scheduled.queue_id = queue.queue_id AND attempt > 1 AND NOT claimed
+                            ORDER BY due_at LIMIT %(limit)s) AS next) AS next
     WHERE retry_of IS NOT NULL
-    LIMIT 10 * %(limit)s
+    ORDER BY first_due_at, queue_id, due_at LIMIT 10 * %(limit)s
 ), alike AS (
     SELECT retry_of AS group_id, number AS topic_id, count(*) AS messages, min(due_at) AS due_at,
-           min(log_id) AS log_id, sum(count(*)) OVER (PARTITION BY queue_id)::bigint AS counted
+           min(log_id) AS log_id, sum(count(*)) OVER (PARTITION BY queue_id)::bigint AS counted,
+           (SELECT count(*) FROM waiting) AS counted_in_all
     FROM waiting
     CROSS JOIN LATERAL (SELECT error FROM {schema}.failure
                         WHERE failure.group_id = retry_of AND failure.log_id = waiting.log_id
@@ -886,7 +888,8 @@ WITH waiting AS (
 )
 SELECT consumer_group.name AS group, topic.name AS topic, messages,
        extract(epoch FROM clock_timestamp() - log.stored_at)::double precision AS oldest_seconds,
-       date_trunc('second', due_at)::text AS next_attempt, message_id::text AS message, error, counted
+       date_trunc('second', due_at)::text AS next_attempt, message_id::text AS message, error, counted,
+       counted_in_all
 FROM alike JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.commit_log log USING (log_id)
 CROSS JOIN LATERAL (SELECT error FROM {schema}.failure
@@ -899,13 +902,16 @@ ORDER BY messages DESC, 1, 2
 def retried_errors(run: Executor) -> list[dict[str, Any]]:
     """Return a fact for each error with which messages of a group and topic have failed at least twice, and wait.
 
-    The most frequent error comes first. `message` is the oldest message with the error. If more messages wait than are
-    counted, `of_those_due_first` is the number of counted ones.
+    The most frequent error comes first. `message` is the oldest message with the error. If more messages of the topic
+    wait than are counted, `of_those_due_first` is the number of counted ones. If whole retry queues may not be counted,
+    `of_the_queues_due_first` is the number of counted messages of all queues.
     """
     facts = run.objects(dict, _RETRIED, {"limit": _RETRIES_COUNTED})
     for fact in facts:
         if (counted := fact.pop("counted")) == _RETRIES_COUNTED:
             fact["of_those_due_first"] = counted
+        if (in_all := fact.pop("counted_in_all")) == 10 * _RETRIES_COUNTED:
+            fact["of_the_queues_due_first"] = in_all
     return facts
 
 
@@ -1121,13 +1127,32 @@ SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared', N
 FROM pg_prepared_xacts WHERE database = current_database()
 ORDER BY 5 DESC
 """)
+# Publishing transactions that were in progress when the broker last resynchronised, and whose begin this role cannot
+# see. The statement finds them by their lock on op_log, because every role can see locks.
+_HIDDEN_SINCE_RESYNC: Final = Statement("""
+SELECT DISTINCT 'session ' || written.pid AS session, coalesce(application_name, '') AS application,
+       'not visible' AS state, 'a resynchronisation' AS open_since_before
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid = written.pid
+JOIN pg_stat_activity activity ON activity.pid = written.pid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND activity.xact_start IS NULL
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY 1
+""")
 TRANSACTION_SECONDS: Final = Threshold(
     "transaction_seconds", 300, 3600, "seconds", "age of a transaction that holds back vacuum"
 )
 
 
 @CONDITIONS.declare(
-    meaning="A transaction has been open for long, so vacuum cannot remove rows that this transaction might still see.",
+    meaning="A transaction has been open for long, so vacuum cannot remove rows that this transaction might still see. "
+    "Messages that it has published wait until it ends.",
     next_step="If the evidence names a backup (pg_dump), let it end. Otherwise end the session: `SELECT "
     "pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
     concern=Concern.DISK,
@@ -1135,7 +1160,10 @@ TRANSACTION_SECONDS: Final = Threshold(
     thresholds=(TRANSACTION_SECONDS,),
 )
 def transaction_open(state: BrokerState) -> Iterable[Judged]:
-    return [(state.judge(TRANSACTION_SECONDS, fact["age_seconds"]), fact) for fact in state.facts(_OPEN)]
+    return [
+        *((state.judge(TRANSACTION_SECONDS, fact["age_seconds"]), fact) for fact in state.facts(_OPEN)),
+        *((Severity.WARNING, fact) for fact in state.facts(_HIDDEN_SINCE_RESYNC)),
+    ]
 
 
 # Sessions that wait for a lock, with the sessions that block them. The waiting session uses the broker's tables or

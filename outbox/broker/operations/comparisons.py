@@ -7,8 +7,9 @@ The application runs the comparisons, because only the application can reach bot
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -264,6 +265,22 @@ ORDER BY queue.queue_id
 def group_positions(run: Executor, group: str, topic: str) -> list[GroupPosition]:
     """Return the queues of a topic on which the group has a position."""
     return run.objects(GroupPosition, _PASSED, {"group": group, "topic": topic})
+
+
+_NEWEST_FIRST = Statement("""
+SELECT next_offset, moved FROM {schema}.consumer_offset WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s
+ORDER BY epoch DESC, ordinal DESC
+""")
+
+
+def read_again_from(run: Executor, queue: GroupPosition) -> int:
+    """Return the lowest known position of the group since its last reset.
+
+    The result is the target of the reset, or a later offset if retention has removed the row of the reset.
+    """
+    rows = run.rows(_NEWEST_FIRST, {"group_id": queue.group_id, "queue_id": queue.queue_id})
+    since: Iterable[tuple[int, int]] = itertools.takewhile(lambda row: row[1] == queue.moved, rows)
+    return min([queue.next_offset, *(next_offset for next_offset, _ in since)])
 
 
 # The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import texts, uuids
@@ -33,6 +34,12 @@ WITH ended AS MATERIALIZED (
 )
 SELECT status FROM ended ORDER BY place
 """)
+
+_REASONS: Final = {
+    EndStatus.CONTRADICTED: "but the other decision stood already and still stands",
+    EndStatus.REFUSED: "refused: there is no such half message, it belongs to another group, or this role may not "
+    "decide for the group; the stored incident says which",
+}
 
 # OFFSET 0 makes PostgreSQL look up each id by index, and keeps the planner from reading the whole table for some
 # thousand ids.
@@ -64,7 +71,7 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
     for end, status in zip(ends, statuses, strict=True):
         if status in (EndStatus.CONTRADICTED, EndStatus.REFUSED):
             said = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
-            logger.warning("incident %s: %s: %s", status, end.transaction_id, said)
+            logger.warning("incident %s: %s: %s, %s", status, end.transaction_id, said, _REASONS[status])
     return statuses
 
 

@@ -7,11 +7,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
 
+from outbox.broker.consumer import results
+from outbox.broker.consumer.owned_queue import Phase
 from outbox.broker.consumer.results import Outage
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import dead_letters
@@ -285,6 +289,43 @@ def test_a_service_whose_error_a_success_has_refuted_is_an_outage_after_twenty()
     outage.succeeded(0.0)
     ends = [outage.failed([number], "E: away", 1.0) for number in range(20)]
     assert ends == [None] * 19 + [2.0]
+
+
+def test_calls_in_hand_when_a_service_goes_down_do_not_delay_the_outage() -> None:
+    """Eight calls began at 0; at 1 the service goes down, and one of them succeeds after the first failure."""
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    outage.succeeded(0.5, 0.0)
+    assert outage.failed("0", "E: away", 1.0) is None
+    outage.succeeded(1.1, 0.0)
+    assert [outage.failed(name, "E: away", 1.2) for name in "123"] == [None, None, pytest.approx(2.2)]
+
+
+def test_a_call_that_began_after_a_failure_refutes_it_although_one_in_hand_has_succeeded_before() -> None:
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.failed("0", "E: away", 1.0) is None
+    outage.succeeded(1.1, 0.0)
+    outage.succeeded(1.3, 1.2)
+    assert [outage.failed([number], "E: away", 2.0) for number in range(20)] == [None] * 19 + [3.0]
+
+
+def test_three_in_a_row_suffice_if_messages_have_few_attempts() -> None:
+    for attempts, needed in ((2, 3), (3, 20)):
+        outage = Outage(subscribe(retry=RetryPolicy(max_attempts=attempts)))
+        assert outage.failed("0", "E: away", 0.0) is None
+        outage.succeeded(0.0)
+        ends = [outage.failed([number], "E: away", 1.0) for number in range(needed)]
+        assert ends == [None] * (needed - 1) + [2.0]
+
+
+def test_a_duplicate_does_not_end_an_outage() -> None:
+    """Its handler was not called."""
+    work: Any = SimpleNamespace(items=[], started_at=None)
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.not_started("E: away", 0.0) == 1.0
+    for result, error in ((Disposition.SKIPPED, "E: away"), (Disposition.HANDLED, "")):
+        work.items = [SimpleNamespace(queue=Mock(phase=Phase.ACTIVE), offset=0)]
+        results.book(work, [result], outage)
+        assert outage.error == error
 
 
 def test_retries_alone_are_an_outage_if_nothing_has_succeeded_for_a_minute() -> None:

@@ -23,6 +23,7 @@ from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
 from outbox.utils import faults
+from outbox.utils.safe_text import LONGEST_TEXT
 from tests.broker.bench import AT_ONCE, ConsumptionBench, encode
 from tests.support import eventually
 
@@ -99,6 +100,13 @@ def test_an_error_names_the_line_of_the_application_and_none_of_outbox() -> None
     assert "raised in test_an_error_names_the_line" in describe(found.value)
     found.value.__traceback__ = found.tb.tb_next
     assert describe(found.value) == f"ConfigurationError: {found.value}"
+
+
+def test_the_line_of_a_long_error_is_kept() -> None:
+    with pytest.raises(ValueError) as found:
+        raise ValueError("x" * 5_000)
+    text = describe(found.value)
+    assert len(text) == LONGEST_TEXT and "x\n  raised in test_the_line_of_a_long_error_is_kept, " in text
 
 
 def test_an_error_names_the_line_of_the_handler_and_none_of_a_library() -> None:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from uuid import uuid4
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
@@ -21,6 +23,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from tests.broker.sequencer.writers import Pass, judge
@@ -126,6 +129,42 @@ def test_what_commits_after_a_resynchronisation_is_delivered_once(
     assert _incarnation(connection) == 2, "once"
     assert_gapless(connection)
     assert count_messages(Executor(connection, "outbox")).differences() == []
+
+
+def test_a_transaction_whose_begin_is_hidden_is_named_if_it_is_open_since_before(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """The status runs under a role without pg_read_all_stats."""
+    role = sql.Identifier(f"watch_{uuid4().hex[:12]}")
+    connection.execute(sql.SQL("CREATE ROLE {}").format(role))
+    connection.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(role))
+    connection.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO {}").format(role))
+
+    def sessions() -> list[str]:
+        connection.execute(sql.SQL("SET ROLE {}").format(role))
+        try:
+            conditions = survey(Executor(connection, "outbox")).verdict.conditions
+        finally:
+            connection.execute("RESET ROLE")
+        return [str(fact["session"]) for one in conditions if one.name == "transaction_open" for fact in one.evidence]
+
+    try:
+        with _open(database, LATE["read committed, publishes before"], message()) as finish:
+            assert sessions() == []
+            connection.execute(FAILOVER.encode())
+            drain(new_sequencer(database), connection)
+            with _open(database, LATE["read committed, publishes before"], message()):
+                [found] = sessions()
+            row = connection.execute(
+                "SELECT 'session ' || min(pid) FROM pg_stat_activity WHERE application_name = 'batch-job'"
+                " AND datname = current_database() AND xact_start < (SELECT max(at) FROM outbox.resync)"
+            ).fetchone()
+            assert row == (found,)
+            finish()
+        assert sessions() == []
+    finally:
+        connection.execute(sql.SQL("DROP OWNED BY {}").format(role))
+        connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])

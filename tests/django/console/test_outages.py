@@ -152,6 +152,13 @@ def test_an_outage_that_continues_extends_its_incident(world: World, operator: C
     [after] = world.sql("SELECT incident_id, split_part(detail, ' to ', 1), at FROM outbox.incident")
     assert after[0] == before[0] and after[2] > before[2]
     assert "OperationalError: away" in page(operator, "incidents/?kind=outage")
+    # Of another process, which failed later for the first time.
+    world.sql("UPDATE outbox.incident SET at = clock_timestamp()")
+    members.report_outage(world.run, *place, _LOCK)
+    world.sql("UPDATE outbox.outage SET since = since - interval '10 s'")
+    world.sql("UPDATE outbox.incident SET at = clock_timestamp() - interval '5 s'")
+    members.end_outage(world.run, *place, has_succeeded=True)
+    assert world.sql("SELECT incident_id, split_part(detail, ' to ', 1) FROM outbox.incident") == [after[:2]]
     members.report_outage(world.run, *place, _LOCK)
     members.end_outage(world.run, *place, has_succeeded=True)
     assert world.sql("SELECT count(*) FROM outbox.incident") == [(2,)], "another outage"
@@ -214,6 +221,30 @@ def test_only_the_messages_that_are_due_first_are_counted(world: World, monkeypa
     condition = found_failing()
     assert condition is not None
     assert [(fact["messages"], fact["of_those_due_first"]) for fact in condition.evidence] == [(3, 3)]
+
+
+def test_the_queues_whose_messages_are_due_first_are_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the fact says that other queues may be left out."""
+    monkeypatch.setattr(broker_conditions, "_RETRIES_COUNTED", 3)
+    groups = [f"g{number:02}" for number in range(11)]
+    world.publish(3)
+    for group in groups:
+        world.subscribe(group)
+        for number in range(3):
+            retried(world, group, f"k{number}", refused(number), failures=2)
+    world.sql(
+        "UPDATE outbox.scheduled SET due_at = now() + interval '1 hour' * (12 - retry_of)"
+        " FROM outbox.queue, outbox.topic WHERE queue.queue_id = scheduled.queue_id AND topic.topic_id = queue.topic_id"
+    )
+    condition = found_failing()
+    assert condition is not None
+    [(latest,)] = world.sql(
+        "SELECT consumer_group.name FROM outbox.scheduled JOIN outbox.queue USING (queue_id)"
+        " JOIN outbox.topic USING (topic_id) JOIN outbox.consumer_group ON group_id = retry_of"
+        " ORDER BY due_at DESC LIMIT 1"
+    )
+    assert {fact["group"] for fact in condition.evidence} == {*groups} - {latest}
+    assert {fact["of_the_queues_due_first"] for fact in condition.evidence} == {30}
 
 
 def test_after_a_lock_timeout_the_session_that_holds_the_lock_is_named(

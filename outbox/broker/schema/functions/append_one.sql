@@ -47,7 +47,7 @@ BEGIN
         started_at := extract(epoch FROM pg_postmaster_start_time())::numeric;
         database := current_database();
     END IF;
-    IF transactional AND here.reject_transactional THEN
+    IF (transactional OR half IS NOT FALSE) AND here.reject_transactional THEN
         RETURN;
     END IF;
     INSERT INTO commit_log AS stored (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,

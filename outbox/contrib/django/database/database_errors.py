@@ -142,19 +142,22 @@ def repeated(attempt: Callable[[], Result], name: str) -> Result:
 def was_in_the_way(error: BaseException) -> bool:
     """Whether the error, or one of its causes, says that another transaction stopped the statement."""
     try:
-        return any(
-            getattr(one, "sqlstate", None) in _CONTENDED_STATES
-            or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
-            or mariadb_number(one) in CONTENDED_MARIADB_NUMBERS
-            for one in causes(error)
-        )
+        return any(map(_is_contended, causes(error)))
     except Exception:
         # The attributes of a handler's error may raise. No error of a database does so.
         return False
+
+
+def _is_contended(error: BaseException | None) -> bool:
+    return error is not None and (
+        getattr(error, "sqlstate", None) in _CONTENDED_STATES
+        or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
+        or mariadb_number(error) in CONTENDED_MARIADB_NUMBERS
+    )
 
 
 def is_contention(error: DatabaseError) -> bool:
     """Whether the statement may succeed after another transaction has ended, also if it has waited for a lock."""
     state = getattr(error.__cause__, "sqlstate", None)
     is_timeout = mariadb_number(error) == LOCK_TIMEOUT_MARIADB_NUMBER or (state is None and "locked" in str(error))
-    return is_timeout or state == _LOCK_TIMEOUT_STATE or was_in_the_way(error)
+    return is_timeout or state == _LOCK_TIMEOUT_STATE or _is_contended(error) or _is_contended(error.__cause__)

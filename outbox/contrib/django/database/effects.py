@@ -38,7 +38,8 @@ refused_writes: ContextVar[RefusedWrites | None] = ContextVar("outbox_refused_ef
 _SPACE: Final = r"[\s(]*"
 _READS: Final = re.compile(
     rf"{_SPACE}(?:(?:select|with|values|table|show|explain|set|reset|begin|start|commit|end|rollback|savepoint|release"
-    r"|declare|fetch|move|close|pragma)\b|$)",
+    r"|declare|fetch|move|close|pragma|listen|unlisten|notify|analyze|lock|unlock|prepare|execute|deallocate|describe"
+    r"|desc|use)\b|$)",
     re.IGNORECASE | re.DOTALL,
 )
 _WRITES: Final = re.compile(
@@ -72,7 +73,11 @@ def _guard(execute: Callable[..., Any], sql: Any, params: Any, many: bool, conte
 
 
 def written(text: str) -> str:
-    """Return the first word of a statement that changes the database, or '' if it only reads."""
+    """Return the first word of a statement that may change rows, or ''.
+
+    Each statement may do so unless it begins with a word of `_READS` and contains none of `_WRITES`. So CALL and DO
+    count as writes, because they may write.
+    """
     text = _CONSTANTS.sub(lambda found: "''" if found[1] else " ", text)
     for part in text.split(";"):
         if found := _WRITES.search(part):

@@ -503,6 +503,10 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
             # An operator's offset reset has skipped the messages before `next_offset`.
             seen.valid_from = seen.position = queue.next_offset
             seen.look_from = None
+        elif queue.moved < seen.moved:
+            # The group has handled the messages from the target of the reset on, perhaps for the first time.
+            begin = comparisons.read_again_from(context.run, queue)
+            seen.valid_from, seen.position = min(seen.valid_from, begin), min(seen.position, begin)
         seen.moved = queue.moved
         seen.position = min(seen.position, queue.next_offset)
         low = max(queue.floor, seen.valid_from)

@@ -172,6 +172,7 @@ _watching: ContextVar[Callable[..., Any] | None] = ContextVar("outbox_watching",
 def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
     """Inside the block, refuse this thread's writes on every other alias than `alias`.
 
+    A statement counts as a write unless it is known that it changes no rows (effects.written).
     If `alias` is None, the block allows all writes, also inside a block that refuses writes. Raises
     TransactionUsageError before the refused write is executed. If the code in the block swallows this error, the error
     is raised again at the end of the block. The check detects only writes through Django's cursors. In a project with
@@ -192,7 +193,7 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
                     f"write may commit in a separate transaction, write using={alias!r} instead."
                 )
             )
-            raise refused[0]
+            raise refused[-1]
         return execute(statement, params, many, context)
 
     token = _watching.set(None if alias is None else watch)

@@ -26,7 +26,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.database.columns import SQLITE_NOW, stored_uuid
 from outbox.contrib.django.database.transactions import begun_by_hand
-from outbox.contrib.django.subscribers.inbox import handled_later
+from outbox.contrib.django.subscribers.inbox import handled_later, unsupported
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.safe_text import shown_text
 
@@ -120,7 +120,7 @@ SELECT consumer_group, generation, message_id, %s, attempt, {{now}}, {{ended}}, 
 FROM outbox_claim WHERE {_KEY} AND token = %s FOR UPDATE
 ON DUPLICATE KEY UPDATE
     ended_at = IF(result IS NULL, VALUES(ended_at), ended_at), result = ifnull(result, VALUES(result))
-RETURNING name
+RETURNING result
 """
 
 
@@ -257,21 +257,32 @@ def find_step(connection: BaseDatabaseWrapper, claim: Claim, name: str) -> Store
 def store_step(connection: BaseDatabaseWrapper, claim: Claim, name: str, result: bytes | None) -> bool:
     """Store that a step has begun (None) or its result.
 
-    Return False if another attempt has taken the message over.
+    Return False if another attempt has taken the message over, or the step has another result already.
     """
-    text = _STORE_MARIADB if connection.vendor == "mysql" else _STORE
-    text = text.replace("{ended}", "NULL" if result is None else "{now}")
+    is_mariadb = connection.vendor == "mysql"
+    text = (_STORE_MARIADB if is_mariadb else _STORE).replace("{ended}", "NULL" if result is None else "{now}")
     with transaction.atomic(using=connection.alias):
-        return _found(connection, text, [name, result, *claim.key(connection), claim.token])
+        row = _row(connection, text, [name, result, *claim.key(connection), claim.token])
+    if row is None or not is_mariadb:
+        return row is not None
+    # MariaDB returns the row also if it has kept its result.
+    return (None if row[0] is None else bytes(row[0])) == result
 
 
 def _found(connection: BaseDatabaseWrapper, text: str, parameters: Sequence[Any]) -> bool:
+    return _row(connection, text, parameters) is not None
+
+
+def _row(connection: BaseDatabaseWrapper, text: str, parameters: Sequence[Any]) -> tuple[Any, ...] | None:
     with connection.cursor() as cursor:
         cursor.execute(_text(connection, text), parameters)
-        return cursor.fetchone() is not None
+        row: tuple[Any, ...] | None = cursor.fetchone()
+        return row
 
 
 def _text(connection: BaseDatabaseWrapper, text: str) -> str:
+    if connection.vendor not in _DIALECTS:
+        raise unsupported(connection)
     return text.format(**_DIALECTS[connection.vendor])
 
 

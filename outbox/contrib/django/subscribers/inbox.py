@@ -490,9 +490,10 @@ WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND me
     {**_KEY_TYPES, "count": INTEGER, "message_ids": UUIDS},
 )
 
-_INSERT_SQLITE: Final = (
-    "INSERT OR IGNORE INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
-)
+# Not INSERT OR IGNORE, which also ignores an error of another constraint: the message would be skipped as handled.
+_INSERT_SQLITE: Final = """
+INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING
+"""
 # A second delivery waits at the row of the first one for this number of seconds. The rows are sorted, so two batches
 # cannot deadlock. RETURNING has only the rows that are new.
 _ENTER_MARIADB: Final = """
@@ -510,6 +511,13 @@ _LARGEST_LIST: Final = 500
 _DELETE: Final = """
 DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id = %s
 """
+
+
+def unsupported(connection: BaseDatabaseWrapper) -> ConfigurationError:
+    return ConfigurationError(
+        f"the database {connection.alias!r} is {connection.vendor!r}, for which outbox has no inbox. Give the "
+        "subscriber the alias of a database with PostgreSQL, MariaDB or SQLite: @subscriber(…, using=…)."
+    )
 
 
 class InboxEntries:
@@ -552,8 +560,10 @@ class InboxEntries:
             new = {row[0] for row in self._insert(_ENTER_ALL, sorted(firsts), lock_seconds, idle_seconds)}
         elif self._connection.vendor == "mysql":
             new = self._enter_on_mariadb(sorted(firsts), lock_seconds)
-        else:
+        elif self._connection.vendor == "sqlite":
             new = self._enter_on_sqlite(sorted(firsts))
+        else:
+            raise unsupported(self._connection)
         new -= self._later(new)
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
