@@ -65,6 +65,8 @@ def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedC
 def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
     if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
         return "the rows and the broker must be in PostgreSQL"
+    if rule.has_several_messages:
+        return "the rule needs messages = 'exactly_one'"
     if rule.message_when:
         return "a checksum cannot apply message_when"
     if not any((item.column, item.type) == (rule.time, FieldType.TIMESTAMP) for item in rule.fields):
