@@ -84,14 +84,19 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     settled = F.col("settled_at") < F.lit(window.until)
     half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
     age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros("undecided_at")
-    is_stuck = (F.col("parked") > 0) | (age > _micros(rule.stuck_after_seconds))
-    is_double = F.greatest(F.col("rows"), _live()) > 1
+    is_stuck = (F.col("parked") > 0) | (age > micros(rule.stuck_after_seconds))
+    is_double = F.lit(not rule.has_several_messages) & (F.greatest(F.col("rows"), _live()) > 1)
     judged = row_judged | message_judged
     fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     is_erased = F.col("erased") > 0
     differs = row_judged & committed & (F.col("unreadable") == 0) & ~is_erased & _differs(rule)
+    # If a row is written repeatedly, its newest message may belong to a later state of the row than the state that the
+    # run has read. An undecided message may belong to the state that the run has read.
+    is_final = F.lit(True)
+    if rule.has_several_messages:
+        is_final = (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         # The row of an erased message may have been deleted with the person's data, or have the erased key.
         FindingClass.ORPHAN: message_judged & committed & settled & ~is_erased,
@@ -100,9 +105,13 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0))
         | (row_judged & (F.col("unkeyed") > 0)),
         FindingClass.DUPLICATE: judged & committed & is_double,
-        FindingClass.MISMATCH: differs,
+        FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
-        FindingClass.PENDING: (fresh & ~row_judged) | (row_judged & undecided) | alone | unsettled,
+        FindingClass.PENDING: (fresh & ~row_judged)
+        | (row_judged & undecided)
+        | (differs & ~is_final)
+        | alone
+        | unsettled,
         FindingClass.ERASED: judged & committed & is_erased,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
@@ -118,23 +127,26 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     is_owed = _is_owed(rule, number) & (F.col("erased") == 0)
     expected = is_sent & is_owed & (F.col(f"timed_out_{number}") < _live())
     due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
-    limit = _micros(group.within_seconds)
+    limit = micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
     is_compared = is_sent & (effects > 0) & (F.col("erased") == 0) & (F.col("unreadable") == 0)
     is_wrong, is_short = _sums(rule, number)
+    one_unhandled, one_overdue = _of_several(rule, number)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
         FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
         | (_is_recalled(judges) & F.lit(has_table) & (effects > 0)),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
-        FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
+        FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | one_overdue),
         FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
         FindingClass.WRONG_SUM: is_compared & is_wrong & (~is_short | overdue),
-        FindingClass.EARLY: is_sent & F.lit(has_table) & _is_early(rule, effect_at),
+        # If a row has several messages, its time may be that of its last change.
+        FindingClass.EARLY: is_sent & F.lit(has_table and not rule.has_several_messages) & _is_early(rule, effect_at),
         # A group without an effect table is judged by the broker's deliveries, which have no times.
         FindingClass.LATE: expected & F.lit(has_table) & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
-        FindingClass.PENDING: (expected & (effects == 0) & ~overdue) | (is_compared & is_wrong & is_short & ~overdue),
+        FindingClass.PENDING: (expected & (((effects == 0) & ~overdue) | one_unhandled))
+        | (is_compared & is_wrong & is_short & ~overdue),
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
@@ -149,7 +161,7 @@ def _judges_row(window: Window) -> Callable[[Column], Column]:
     def judges(row_at: Column) -> Column:
         if window.is_exact:
             return window.looks_at(row_at)
-        is_ahead = F.unix_micros(row_at) - F.unix_micros(F.lit(window.watermark)) > _micros(_AHEAD_SECONDS)
+        is_ahead = F.unix_micros(row_at) - F.unix_micros(F.lit(window.watermark)) > micros(_AHEAD_SECONDS)
         is_settled = F.col("settled_at") < F.lit(window.until)
         return window.looks_at(row_at) | F.coalesce(is_ahead & is_settled, F.lit(False))
 
@@ -161,10 +173,31 @@ def _is_early(rule: Rule, effect_at: Column) -> Column:
 
     If a row has several messages, the first effect may belong to the first message. So it must be older than this one.
     """
-    grace, effect = _micros(rule.grace_seconds), F.unix_micros(effect_at)
+    grace, effect = micros(rule.grace_seconds), F.unix_micros(effect_at)
     start = F.greatest("row_at", F.coalesce("first_due_at", "row_at"))
     is_before_all = (_live() == 1) | (F.unix_micros("message_at") - effect > grace)
     return (F.unix_micros(start) - effect > grace) & is_before_all
+
+
+def _of_several(rule: Rule, number: int) -> tuple[Column, Column]:
+    """Of a rule whose rows may have several messages: whether the group has not handled one of them, and whether the
+    limit of such a message has passed.
+
+    Effects with a message id name the message that was handled. One effect without it may be that of all messages, so a
+    message is handled if an effect came after it. Several effects are one per message, and their numbers are compared.
+    """
+    if not rule.has_several_messages:
+        return F.lit(False), F.lit(False)
+    owing, overdue = F.col(f"owing_{number}"), F.col(f"overdue_{number}")
+    if rule.groups[number].key is None:
+        return owing > 0, overdue > 0
+    effects, newest = F.col(f"effects_{number}"), F.col(f"newest_effect_{number}")
+    handled = effects + F.col(f"timed_out_{number}")
+    is_short = (effects > 0) & (handled < owing)
+    return (
+        is_short & ((effects > 1) | (F.col(f"newest_due_{number}") > newest)),
+        is_short & (((effects > 1) & (handled < overdue)) | (F.col(f"newest_overdue_{number}") > newest)),
+    )
 
 
 def _differs_in_effect(rule: Rule, number: int) -> Column:
@@ -285,18 +318,27 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    """Whether the row differs from its message."""
-    differs = ~F.col("row_hash").eqNullSafe(F.col("message_hash"))
+    """Whether the row differs from its message. A row with several messages differs if it is different from each
+    message that may have been committed last."""
+    if not rule.has_several_messages:
+        return _differs_from("message", rule)
+    by_decision = _differs_from("prompt", rule) & _differs_from("early", rule)
+    return by_decision & ((F.col("in_log_order") == 0) | _differs_from("message", rule))
+
+
+def _differs_from(message: str, rule: Rule) -> Column:
+    differs = ~F.col("row_hash").eqNullSafe(F.col(f"{message}_hash"))
     for number, field in enumerate(rule.near_fields):
-        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"message_n{number}"), field)
+        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"{message}_n{number}"), field)
     return differs
 
 
 def _is_late(rule: Rule) -> Column:
     if rule.late_after_seconds is None:
         return F.lit(False)
-    return F.unix_micros("settled_at") - F.unix_micros("row_at") > _micros(rule.late_after_seconds)
+    return F.unix_micros("settled_at") - F.unix_micros("row_at") > micros(rule.late_after_seconds)
 
 
-def _micros(seconds: float) -> Column:
+def micros(seconds: float) -> Column:
+    """A duration in microseconds, as unix_micros has times."""
     return F.lit(round(seconds * 1_000_000)).cast("bigint")

@@ -12,7 +12,7 @@ from ..common.safe_text import quoted, shown_difference
 from ..rules.rule import FieldRule, FieldType, GroupRule, Rule
 from ..sources import bounded
 from ..sources.values import NOT_FINITE, NUMBER
-from . import evidence, masking
+from . import classify, evidence, masking
 
 # If a difference is after the part of two long texts that a run has, this number of their first characters is shown.
 _SHOWN: Final = 100
@@ -297,21 +297,17 @@ def _unreadable() -> Column:
 def _late(rule: Rule) -> Column:
     of_message = F.concat(
         F.lit("the message was committed "), _span(F.unix_micros("settled_at") - F.unix_micros("row_at")),
-        F.lit(" after the row's time; the limit is "), _span(_limit(rule.late_after_seconds or 0.0)),
+        F.lit(" after the row's time; the limit is "), _span(classify.micros(rule.late_after_seconds or 0.0)),
     )  # fmt: skip
     due = F.unix_micros(F.greatest("row_at", F.coalesce("due_at", "row_at")))
 
     def late(number: int, group: GroupRule) -> Column:
         return F.concat(
             F.lit(f"the effect of {group.name} came "), _span(F.unix_micros(f"effect_at_{number}") - due),
-            F.lit(" after it was due; the limit is "), _span(_limit(group.within_seconds)),
+            F.lit(" after it was due; the limit is "), _span(classify.micros(group.within_seconds)),
         )  # fmt: skip
 
     return of_group(rule, late, of_message)
-
-
-def _limit(seconds: float) -> Column:
-    return F.lit(round(seconds * 1_000_000)).cast("bigint")
 
 
 def _span(microseconds: Column) -> Column:

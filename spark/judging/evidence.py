@@ -8,16 +8,21 @@ tolerance becomes a number. The functions take and return data frames or columns
 Bodies are parsed into variants. `from_json` with a schema would take a fifth less CPU, but it reads numbers as doubles
 and "1,5" as 15, and 1e99999999 keeps it busy for minutes. Spark's parser stops after the first value, so the array of
 the body and a mark is parsed: text after the value is then an error, or stands in the place of the mark.
+
+Of several messages of a row, the one that was decided last counts, because a producer sends its decision right after
+COMMIT. Check-back and operators decide at an unknown time after it, so messages are sorted twice (by decision and by
+earliest possible commit), and only a row that differs from the last message of both orders is a MISMATCH. Messages that
+were stored in the transaction of their row have no time of commit, but are in the log in the order of their commits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import reduce
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from ..common.safe_text import quoted
@@ -78,6 +83,8 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         kind=F.when(F.col("key").isNull() & is_row, UNKEYED).otherwise(F.col("kind").cast("int")),
         # An effect that cannot be read differs from its message.
         bad=F.when(is_row, _bad(raw, values)).otherwise(0),
+        # Of an effect with a message id (`with_keys`).
+        **({"ord": F.col("log_id")} if "log_id" in table.columns else {}),
     )
 
 
@@ -85,9 +92,10 @@ def _narrow(side: DataFrame, rule: Rule, values: list[Column], *, kind: Column, 
     """The narrow form of a side, which must have the columns key and at.
 
     values: the comparable forms of the compared fields.
-    given: settled, due, ord, bad and owed, where the side has them.
+    given: settled, due, early, ord, bad and owed, where the side has them.
     """
-    nothing = {name: F.lit(None).cast("timestamp") for name in ("settled", "due")}
+    times = ("settled", "due", "early") if rule.has_several_messages else ("settled", "due")
+    nothing = {name: F.lit(None).cast("timestamp") for name in times}
     nothing |= {"ord": F.lit(0).cast("bigint"), "bad": F.lit(0)}
     nothing |= {"owed": F.lit(0).cast("bigint")} if rule.has_conditional_groups else {}
     return side.select(
@@ -139,6 +147,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         kind=_kind(rule),
         settled=F.greatest("at", F.coalesce("decided_at", "at")),
         due=F.col("deliver_at"),
+        early=_earliest_commit(),
         ord=F.col("log_id"),
         bad=F.when(is_committed & F.col("is_erased"), ERASED).when(is_committed & is_bad, 1).otherwise(0),
         owed=F.coalesce("owed", F.lit(0)) if rule.has_conditional_groups else F.lit(0),
@@ -197,6 +206,13 @@ def _texts(document: Column, rule: Rule) -> list[Column]:
         )
         for number, field in enumerate(rule.fields)
     ]
+
+
+def _earliest_commit() -> Column:
+    """The earliest time at which the transaction of a message may have committed; null for a message that was stored
+    and decided in the transaction of its row."""
+    is_later = F.col("decided_at") > F.col("at")
+    return F.when(is_later, F.when(F.col("decided_by") == "P", F.col("decided_at")).otherwise(F.col("at")))
 
 
 def _kind(rule: Rule) -> Column:
@@ -316,13 +332,13 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
     """Replace the message ids in the column `key` of effects by the keys of these messages.
 
-    `ids` has the columns message_id, key, topic and tag. The function removes the effects of messages that have another
-    topic or tag than the rule. If a message is not in `ids`, the effects of this message keep the message id as their
-    key. If `floor` is given, retention has removed the messages before this time. With `floor`, the function also
-    removes each effect whose message is not in `ids`, unless the message id is a UUID of version 7 that was made after
-    `floor`.
+    `ids` has the columns message_id, key, topic, tag and log_id; the effects get the column log_id. The function
+    removes the effects of messages that have another topic or tag than the rule. If a message is not in `ids`, the
+    effects of this message keep the message id as their key. If `floor` is given, retention has removed the messages
+    before this time. With `floor`, the function also removes each effect whose message is not in `ids`, unless the
+    message id is a UUID of version 7 that was made after `floor`.
     """
-    known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
+    known = ids.where(F.col("message_id").isNotNull()).withColumnRenamed("key", "of")
     found = effects.join(known, effects["key"] == known["message_id"], "left")
     is_known = F.col("message_id").isNotNull()
     is_ours = F.col("topic") == F.lit(rule.topic)
@@ -341,8 +357,9 @@ def _made_at(message_id: Column) -> Column:
     return F.when(message_id.rlike(_VERSION_7), moment)
 
 
-def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
-    """One row per key with the counts and times of all sides."""
+def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
+    """One row per key with the counts and times of all sides. A message is overdue if its time limit ended before
+    `watermark`."""
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
@@ -381,7 +398,13 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number, age)]
     # First spread the rows by key. A key has two or three rows, so Spark's own partial aggregation before the shuffle
     # would combine few rows, and would send each row as a wide buffer.
-    return united.repartition("key").groupBy("key").agg(*aggregates)
+    spread = united.repartition("key")
+    if rule.has_several_messages:
+        aggregates += _of_last_messages(rule)
+        for number in range(len(rule.groups)):
+            spread = spread.withColumn(f"owing_{number}", _owing(rule, number))
+            aggregates += _of_each_message(rule, number, watermark)
+    return spread.groupBy("key").agg(*aggregates)
 
 
 def exact_places(rule: Rule, number: int) -> list[int]:
@@ -420,8 +443,48 @@ def _of_group(rule: Rule, number: int, age: Column) -> Iterator[Column]:
     for _, place in rule.groups[number].sum_effect:
         yield F.try_sum(F.when(is_effect, F.col(f"s{place}"))).alias(f"sum_s{place}_{number}")
     if rule.groups[number].owed_when:
-        is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
-        yield F.count_if(is_owed).alias(f"owed_{number}")
+        yield F.count_if(_is_owed(rule, number)).alias(f"owed_{number}")
+
+
+def _is_owed(rule: Rule, number: int) -> Column:
+    """Whether the rule's group `number` owes an effect for a message."""
+    is_sent = F.col("kind") == COMMITTED
+    return is_sent & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0) if rule.groups[number].owed_when else is_sent
+
+
+def _of_last_messages(rule: Rule) -> Iterator[Column]:
+    """The compared values of the last message in the order of the decisions (`prompt`), and in that of the earliest
+    possible commits (`early`). Recalled messages come before all others."""
+    kind, early = F.col("kind"), F.col("early")
+    is_sent = kind.isin(COMMITTED, RECALLED)
+    yield F.count_if(is_sent & early.isNull()).alias("in_log_order")
+    yield F.max(F.when(is_sent, F.col("settled"))).alias("newest_settled_at")
+    for name, time in (("prompt", F.when(early.isNotNull(), F.col("settled"))), ("early", early)):
+        place = F.when(is_sent, F.struct(kind == COMMITTED, time, "ord"))
+        for value in ("ord", "hash", *(f"n{number}" for number in range(len(rule.near_fields)))):
+            yield F.max_by(value, place).alias(f"{name}_{value}")
+
+
+def _owing(rule: Rule, number: int) -> Column:
+    """The time from which the rule's group `number` may handle a message; null if it owes no effect for the message,
+    or has an effect that names the message."""
+    is_owed = _is_owed(rule, number)
+    if rule.groups[number].key is None:
+        handles = F.col("kind").isin(EFFECT + number, TIMED_OUT + number)
+        is_owed = is_owed & ~F.bool_or(handles).over(Window.partitionBy("key", "ord"))
+    return F.when(is_owed, F.greatest("at", F.coalesce("due", "at")))
+
+
+def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
+    """The numbers and the newest times of a group's messages (`_owing`), and the time of its newest effect."""
+    due, group = F.col(f"owing_{number}"), rule.groups[number]
+    overdue = F.when(due < F.lit(watermark - timedelta(seconds=group.within_seconds)), due)
+    yield F.count(due).alias(f"owing_{number}")
+    yield F.max(due).alias(f"newest_due_{number}")
+    yield F.count(overdue).alias(f"overdue_{number}")
+    yield F.max(overdue).alias(f"newest_overdue_{number}")
+    yield F.max_by("ord", overdue).alias(f"overdue_ord_{number}")
+    yield F.max(F.when(F.col("kind") == EFFECT + number, F.col("at"))).alias(f"newest_effect_{number}")
 
 
 def _earliest(column: str, condition: Column) -> Column:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 NOT_JSON: Final = "the body is not "
@@ -43,7 +43,8 @@ def values_at(
     sys.setrecursionlimit(max(limit, _LEVELS))
     try:
         read = document(text, is_object=is_object)
-        texts = [_first(_plain(_at(read, path)) for path in names) for names in paths]
+        values = [[_plain(_at(read, path)) for path in names] for names in paths]
+        texts = [next((text for text in each if text is not None), None) for each in values]
     except json.JSONDecodeError as error:
         return f"{NOT_JSON}JSON: {error}", [None] * len(paths)
     except RecursionError:
@@ -58,10 +59,6 @@ def values_at(
             reason = f"{'.'.join(names[0])} has one half of a surrogate pair, {unit}, which no text of a database has"
             return reason, [None] * len(paths)
     return "", texts
-
-
-def _first(found: Iterable[str | None]) -> str | None:
-    return next((text for text in found if text is not None), None)
 
 
 def document(text: str, *, is_object: bool = False) -> Any:

@@ -20,7 +20,7 @@ from ..rules.rule import CLOSED, FindingClass, GroupRule, Rule, Rules, SourceKin
 from ..sources import sql
 from . import summary
 
-VERSION: Final = 3
+VERSION: Final = 2
 _SHOWN: Final = ("rule", "key", "group", "topic", "class", "message_id", "transaction_id", "detail")
 
 
@@ -87,6 +87,7 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
         "topic": rule.topic,
         "tag": rule.tag,
         "message_when": f"({rule.message_when})" if rule.message_when else None,
+        "messages": rule.messages.value,
         "effects": [_effects(group) for group in rule.groups if group.table and group.key],
     }
 

@@ -26,6 +26,7 @@ from .rule import (
     FindingClass,
     FindingSeverity,
     GroupRule,
+    Messages,
     Rule,
     Rules,
     SourceKind,
@@ -157,7 +158,7 @@ class _Reader:
         return value
 
     def _rule(self, value: Any, path: str, databases: dict[str, DatabaseRule]) -> Rule:
-        keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "severity", "grace")
+        keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every", "fail_above")
         table = TomlTable(self.problems, value, path, (*keys, *more, *again))
@@ -177,6 +178,7 @@ class _Reader:
             topic=table.required("topic"),
             tag=table.text("tag"),
             message_when=table.text("message_when"),
+            messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
             **self._spans(table),
             allow_empty=table.flag("allow_empty"),
@@ -190,6 +192,10 @@ class _Reader:
             table.problem("bucket", "must be longer than 0", 'write bucket = "1h", or remove it')
         if not rule.look_back_seconds and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
+        for group in rule.groups if rule.has_several_messages else ():
+            if group.compare_effect or group.sum_effect:
+                text = f"with at_least_one, the effects of group {group.name!r} have no single message to compare"
+                table.problem("messages", text, "remove compare_effect and sum_effect, or messages")
         for group in rule.groups if rule.message_when else ():
             if group.table is None:
                 text = f"cannot be used for group {group.name!r}, which a run judges by all deliveries of the broker"

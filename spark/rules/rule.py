@@ -40,6 +40,14 @@ class FindingSeverity(enum.StrEnum):
     INFO = "info"
 
 
+class Messages(enum.StrEnum):
+    """The number of committed messages that a row may have."""
+
+    EXACTLY_ONE = "exactly_one"
+    AT_LEAST_ONE = "at_least_one"
+    """The row is compared with the message that was committed last, and each message owes its effects."""
+
+
 class SourceKind(enum.StrEnum):
     """The kind of source from which a run reads the tables of a database."""
 
@@ -163,6 +171,7 @@ class Rule:
     when: str | None = None
     tag: str | None = None
     message_when: str | None = None
+    messages: Messages = Messages.EXACTLY_ONE
     severity: FindingSeverity = FindingSeverity.CRITICAL
     grace_seconds: float = 60.0
     late_after_seconds: float | None = None
@@ -184,11 +193,6 @@ class Rule:
     digest: str = ""
 
     @property
-    def exact_fields(self) -> tuple[FieldRule, ...]:
-        """Fields without a tolerance."""
-        return tuple(field for field in self.fields if field.tolerance is None)
-
-    @property
     def has_conditional_groups(self) -> bool:
         """Whether a group of the rule may owe no effect for some of the messages."""
         return any(group.owed_when for group in self.groups)
@@ -200,6 +204,11 @@ class Rule:
         summed = {place for group in self.groups for _, place in group.sum_effect}
         compared = {place for group in self.groups for _, place in group.compare_effect}
         return tuple(sorted(summed | {place for place in compared if self.fields[place].tolerance is not None}))
+
+    @property
+    def has_several_messages(self) -> bool:
+        """Whether a row may have several messages."""
+        return self.messages is Messages.AT_LEAST_ONE
 
     @property
     def longest_wait(self) -> timedelta:

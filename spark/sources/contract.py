@@ -157,7 +157,7 @@ def message_ids() -> TableSelection:
     names = ("message_id", "key", "topic", "tag")
     return TableSelection(
         table="message_v1",
-        columns=tuple(Column(name, name) for name in names),
+        columns=(*(Column(name, name) for name in names), Column("log_id", "log_id", _BIGINT)),
         key="message_id",
         time="stored_at",
         span="log_id",
@@ -209,6 +209,9 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
         names.append("owed")
     if detailed:
         names += _DETAILS
+    elif rule.has_several_messages:
+        # Who decided a message says how close its decision is to the commit of its transaction.
+        names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 

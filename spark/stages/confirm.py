@@ -107,7 +107,7 @@ def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
         listed = [row[0] for row in keys.select("key").limit(sides.MAX_KEYS + 1).collect()]
         read = sides.about_keys(prepared, keys, listed, sources)
         seen = Observation(f"seen again {rule.name}")
-        gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
+        gathered = evidence.gather(read.narrow, rule, window.watermark).join(keys.drop("sought_at"), "key")
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
@@ -154,7 +154,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFra
     shown_row = F.max(F.struct(F.col("at").isNotNull(), shape.alias("row")))
     rows = read.rows.groupBy("key").agg(shown_row["row"].alias("row"))
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
-    found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about())
+    found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
     if any(group.compare_effect for group in rule.groups):
         found = found.join(detail.of_effects(read.effects, rule), ["key", "group"], "left")
@@ -208,14 +208,18 @@ def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
     )
 
 
-def _about() -> Column:
+def _about(rule: Rule) -> Column:
     """The log id of the message that a finding shows as its message."""
     group, name = F.col("group"), F.col("class")
     about = F.when(name == FindingClass.HALF_STUCK, F.col("stuck_log_id"))
     about = about.when(name == FindingClass.DEAD, F.col("dead_log_id"))
     about = about.when((name == FindingClass.UNREADABLE) & F.col("damaged_log_id").isNotNull(), F.col("damaged_log_id"))
     about = about.when((name == FindingClass.LATE) & (group == ""), F.col("first_log_id"))
-    return about.otherwise(F.col("newest_log_id"))
+    newest = F.col("newest_log_id")
+    if rule.has_several_messages:
+        overdue = detail.of_group(rule, lambda number, _: F.col(f"overdue_ord_{number}"))
+        newest = F.coalesce(F.when(name == FindingClass.UNDELIVERED, overdue), "prompt_ord", newest)
+    return about.otherwise(newest)
 
 
 def _newest(read: sides.KeySides) -> DataFrame:

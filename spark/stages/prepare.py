@@ -226,6 +226,8 @@ def why_no_checksums(rule: Rule, rules: Rules, sources: Sources | Mapping[str, D
     """The reason why the checksum pre-filter cannot judge the rule; None if it can."""
     if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
         return "the rows and the broker must be in PostgreSQL"
+    if rule.has_several_messages:
+        return "the rule needs messages = 'exactly_one'"
     if rule.message_when:
         return "a checksum cannot apply message_when"
     if not any((item.column, item.type) == (rule.time, FieldType.TIMESTAMP) for item in rule.fields):

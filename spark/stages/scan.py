@@ -77,7 +77,7 @@ def _look(
     spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, sources: Sources, target: str
 ) -> ScannedRule:
     rule, window = prepared.rule, prepared.window
-    gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule)
+    gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule, window.watermark)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}

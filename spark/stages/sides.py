@@ -167,7 +167,8 @@ def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, sinc
 
 def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
     known = messages.where(F.col("message_id").isNotNull())
-    return known.select("message_id", "key", F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag")).distinct()
+    of_rule = (F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag"))
+    return known.select("message_id", "key", *of_rule, "log_id").distinct()
 
 
 def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
@@ -206,8 +207,7 @@ def _key_sides(
     tables = [read(source, selections) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
         ids = _ids(rule, broker)
-        effects = read_by_id(source, selections, ids)
-        tables.append(evidence.with_keys(effects, ids, rule, prepared.window.floor))
+        tables.append(evidence.with_keys(read_by_id(source, selections, ids), ids, rule, prepared.window.floor))
     has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
     deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None
     own = tables[0].persist(StorageLevel.DISK_ONLY)
@@ -222,10 +222,11 @@ def _key_sides(
         is_of_group = broker["state"].startswith("dead ") | broker["state"].startswith("timed out ")
         ours = broker.where(is_of_group).join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~is_of_group).unionByName(ours)
+    effects = reduce(DataFrame.unionByName, (own, *(table.drop("log_id") for table in tables[1:])))
     return KeySides(
         narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow],
         rows=own.where(own["kind"] == contract.ROW_KIND),
-        effects=reduce(DataFrame.unionByName, (own, *tables[1:])).where(F.col("kind") != contract.ROW_KIND),
+        effects=effects.where(F.col("kind") != contract.ROW_KIND),
         messages=messages,
         dead_letters=broker.where(broker["state"].startswith("dead ")),
         deliveries=deliveries,

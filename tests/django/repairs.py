@@ -24,6 +24,7 @@ ORDERS: dict[str, Any] = {
     "topic": "orders",
     "tag": None,
     "message_when": None,
+    "messages": "exactly_one",
     "effects": [],
 }
 EFFECTS: dict[str, Any] = {
@@ -69,7 +70,7 @@ class Repair:
     publisher: str = PUBLISHER
 
     def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
-        head = {"plan": 3, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
+        head = {"plan": 2, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
         path = self.folder / "plan.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
         options = ["--publisher", self.publisher, "--reason", "a test", *more]

@@ -28,7 +28,7 @@ def line(key: str, **changed: object) -> str:
     return json.dumps({**found, **dict.fromkeys(texts), **changed})
 
 
-HEAD = {"plan": 3, "run": "r1", "judged_at": "2025-06-01T00:00:00+00:00", "causes": [], "rules": {}}
+HEAD = {"plan": 2, "run": "r1", "judged_at": "2025-06-01T00:00:00+00:00", "causes": [], "rules": {}}
 
 
 def save(output: str, lines: list[str], *steps: dict[str, Any], **head: Any) -> int:

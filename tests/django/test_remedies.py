@@ -48,6 +48,7 @@ table = "shop_order"
 key = "number"
 time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
 topic = "orders"
+messages = "at_least_one"
 grace = "0s"
 stuck_after = "0s"
 [[rule.group]]
@@ -177,7 +178,7 @@ key = "number"
 time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
 """
 AMOUNT = "CASE WHEN id >= 10000 THEN 2 ELSE 1 END"
-WITH_VALUES = RULES.replace(
+WITH_VALUES = RULES.replace('"at_least_one"', '"exactly_one"').replace(
     '[[rule.group]]\nname = "effects"\nwithin = "1h"\n',
     '[[rule.field]]\ncolumn = "1"\nbody = "n"\ntype = "integer"\n[[rule.group]]' + COMPARED,
 )

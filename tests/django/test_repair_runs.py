@@ -70,7 +70,7 @@ def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
         ("", r"plan\.jsonl is empty, so `outbox-reconcile plan` has failed"),
         ("{", r"plan\.jsonl:1: not a line of a plan"),
         ('{"plan": 1}', "a plan of version 1.*Make the plan again"),
-        ('{"plan": 3, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
+        ('{"plan": 2, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
     ],
 )
 def test_what_is_no_plan_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:

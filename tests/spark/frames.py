@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from spark.judging import classify, evidence
-from spark.rules.rule import Rule
+from spark.rules.rule import Messages, Rule
 from spark.stages.prepare import PreparedRule
 from tests.spark import oracle
 
@@ -23,6 +23,7 @@ _BROKER = pa.schema(
         ("log_id", pa.int64()),
         ("at", _TIME),
         ("decided_at", _TIME),
+        ("decided_by", pa.string()),
         ("deliver_at", _TIME),
         ("state", pa.string()),
         ("content_type", pa.string()),
@@ -38,20 +39,26 @@ def whole(rule: Rule) -> PreparedRule:
     return PreparedRule(rule=rule, window=window, missing_views=frozenset(), looked_back=None, notes=[])
 
 
-def classified(spark: SparkSession, histories: Mapping[str, oracle.History]) -> DataFrame:
+def classified(
+    spark: SparkSession, histories: Mapping[str, oracle.History], kind: Messages = Messages.EXACTLY_ONE
+) -> DataFrame:
     """The subjects (classify.subjects) of all histories, by their keys."""
-    rule = oracle.rule()
+    rule = oracle.rule(kind)
     table, broker = _table(histories), _broker(histories)
     sides = [
         evidence.table_side(spark.createDataFrame(table), rule),
         evidence.broker_side(spark.createDataFrame(broker), rule),
     ]
-    return classify.subjects(classify.with_classes(evidence.gather(sides, rule), rule, WINDOW), rule, WINDOW)
+    return classify.subjects(
+        classify.with_classes(evidence.gather(sides, rule, oracle.WATERMARK), rule, WINDOW), rule, WINDOW
+    )
 
 
-def classes(spark: SparkSession, histories: Mapping[str, oracle.History]) -> Found:
+def classes(
+    spark: SparkSession, histories: Mapping[str, oracle.History], kind: Messages = Messages.EXACTLY_ONE
+) -> Found:
     """(key, group) -> (class, flags)."""
-    rows = classified(spark, histories).select("key", "group", "class", "flags").collect()
+    rows = classified(spark, histories, kind).select("key", "group", "class", "flags").collect()
     return {(row["key"], row["group"]): (row["class"], set(row["flags"])) for row in rows}
 
 
@@ -80,6 +87,7 @@ def _broker(histories: Mapping[str, oracle.History]) -> pa.Table:
                     "log_id": len(out) + 1,
                     "at": message.stored_at,
                     "decided_at": message.decided_at,
+                    "decided_by": message.decided_by,
                     "deliver_at": message.deliver_at,
                     "state": message.state,
                     "content_type": "application/json",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from spark.rules.rule import FieldRule, FieldType, GroupRule, Rule
+from spark.rules.rule import FieldRule, FieldType, GroupRule, Messages, Rule
 
 UNTIL = datetime(2025, 6, 1, 12, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
@@ -34,7 +34,7 @@ PRECEDENCE = (
 )
 
 
-def rule() -> Rule:
+def rule(messages: Messages = Messages.EXACTLY_ONE) -> Rule:
     return Rule(
         name="order-paid",
         database="app",
@@ -42,6 +42,7 @@ def rule() -> Rule:
         key="id",
         time="paid_at",
         topic="order.paid",
+        messages=messages,
         grace_seconds=GRACE.total_seconds(),
         late_after_seconds=LATE_AFTER.total_seconds(),
         stuck_after_seconds=STUCK_AFTER.total_seconds(),
@@ -70,6 +71,7 @@ class Sent:
     stored_at: datetime
     state: str = "committed"
     decided_at: datetime | None = None
+    decided_by: str = "P"
     deliver_at: datetime | None = None
     customer: str | None = "ann"
     total: Decimal = Decimal("12.50")
@@ -115,7 +117,7 @@ def in_window(at: datetime) -> bool:
     return SINCE <= at < UNTIL
 
 
-def message_flags(history: History) -> set[str]:
+def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
     """All classes that hold for the message of a key; empty when it is not judged here."""
     rows = history.rows
     committed = [message for message in history.messages if message.is_committed]
@@ -125,10 +127,10 @@ def message_flags(history: History) -> set[str]:
         if at >= UNTIL:
             if not is_ahead(history):
                 return {"PENDING"}
-            return _flags_with_row(at, rows, committed, undecided) - {"OK"}
+            return _flags_with_row(at, rows, committed, undecided, kind) - {"OK"}
         if not in_window(at) and not is_touched(history):
             return set()
-        flags = _flags_with_row(at, rows, committed, undecided)
+        flags = _flags_with_row(at, rows, committed, undecided, kind)
         return flags if in_window(at) else flags - {"OK"}
     flags = set()
     if committed:
@@ -136,7 +138,7 @@ def message_flags(history: History) -> set[str]:
         if in_window(stored):
             flags |= {"ORPHAN"} if settled < UNTIL else set()
             flags |= {"UNREADABLE"} if any(not m.is_readable for m in committed) else set()
-            flags |= {"DUPLICATE"} if len(live(committed)) > 1 else set()
+            flags |= {"DUPLICATE"} if kind is Messages.EXACTLY_ONE and len(live(committed)) > 1 else set()
         if stored >= SINCE and settled >= UNTIL:
             flags.add("PENDING")
     if undecided:
@@ -149,7 +151,7 @@ def message_flags(history: History) -> set[str]:
 
 
 def _flags_with_row(
-    at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent]
+    at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent], kind: Messages
 ) -> set[str]:
     flags = {"OK"}
     if undecided:
@@ -160,13 +162,34 @@ def _flags_with_row(
         return flags if undecided else flags | {"LOST"}
     if any(not m.is_readable for m in committed):
         flags.add("UNREADABLE")
-    elif _differs(rows[0], (live(committed) or committed)[-1]):
-        flags.add("MISMATCH")
-    if max(len(live(committed)), len(rows)) > 1:
+    elif all(_differs(rows[0], message) for message in may_be_last(committed, kind)):
+        is_final = kind is Messages.EXACTLY_ONE or (max(m.settled_at for m in committed) < UNTIL and not undecided)
+        flags.add("MISMATCH" if is_final else "PENDING")
+    if kind is Messages.EXACTLY_ONE and max(len(live(committed)), len(rows)) > 1:
         flags.add("DUPLICATE")
     if min(m.settled_at for m in committed) - at > LATE_AFTER:
         flags.add("LATE")
     return flags
+
+
+def may_be_last(committed: Sequence[Sent], kind: Messages) -> list[Sent]:
+    """The messages that may have been committed last, in the order of the log."""
+    known = live(committed) or committed
+    atomic = [m for m in committed if m.decided_at is None or m.decided_at <= m.stored_at]
+    if kind is Messages.EXACTLY_ONE or len(atomic) == len(committed):
+        return [known[-1]]
+
+    never = datetime.min.replace(tzinfo=UTC)
+
+    def decided(message: Sent) -> datetime:
+        return never if message in atomic else message.settled_at
+
+    def earliest(message: Sent) -> datetime:
+        return decided(message) if message.decided_by == "P" else min(decided(message), message.stored_at)
+
+    places = dict(enumerate(known))
+    found = [known[max(places, key=lambda n: (time(places[n]), n))] for time in (decided, earliest)]
+    return [*found, *([known[-1]] if atomic else [])]
 
 
 def live(committed: Sequence[Sent]) -> list[Sent]:
@@ -200,7 +223,7 @@ def _differs(row: BusinessRow, message: Sent) -> bool:
     return abs(row.weight - message.weight) > Decimal("0.5")
 
 
-def group_flags(history: History, number: int) -> set[str]:
+def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
     """All classes that hold for a key with one consumer group."""
     committed = [message for message in history.messages if message.is_committed]
     undecided = [message for message in history.messages if message.is_undecided]
@@ -230,8 +253,17 @@ def group_flags(history: History, number: int) -> set[str]:
         return flags
     if len(effects) > sent:
         flags.add("DUPLICATE")
+    if kind is Messages.AT_LEAST_ONE and len(effects) < sent:
+        starts = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
+        later = [at for at in starts if at > max(effects)]
+        overdue = sum(WATERMARK - at > WITHIN for at in starts)
+        is_lost = len(effects) > 1 and len(effects) < overdue
+        if is_lost or any(WATERMARK - at > WITHIN for at in later):
+            flags.add("UNDELIVERED")
+        elif later or len(effects) > 1:
+            flags.add("PENDING")
     is_before_all = sent == 1 or min(m.stored_at for m in committed) - min(effects) > GRACE
-    if max(at, min(dues)) - min(effects) > GRACE and is_before_all:
+    if kind is Messages.EXACTLY_ONE and max(at, min(dues)) - min(effects) > GRACE and is_before_all:
         flags.add("EARLY")
     if min(effects) - due > WITHIN:
         flags.add("LATE")
@@ -243,12 +275,12 @@ def first(flags: set[str]) -> str | None:
     return next((name for name in PRECEDENCE if name in flags), None)
 
 
-def expected(history: History) -> Iterator[tuple[str, str]]:
+def expected(history: History, kind: Messages = Messages.EXACTLY_ONE) -> Iterator[tuple[str, str]]:
     """(subject, class) of everything about a key that is not OK."""
-    found = first(message_flags(history))
+    found = first(message_flags(history, kind))
     if found not in (None, "OK"):
         yield "", str(found)
     for number, name in enumerate(GROUPS):
-        found = first(group_flags(history, number))
+        found = first(group_flags(history, number, kind))
         if found not in (None, "OK"):
             yield name, str(found)

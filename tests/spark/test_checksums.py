@@ -63,6 +63,7 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
     world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
     for groups, extra, reason in (
         ((), 'bucket = "1h"', "the database could not compute it"),
+        ((), 'bucket = "1h"\nmessages = "at_least_one"', "the rule needs messages = 'exactly_one'"),
         (("logistics",), 'bucket = "1h"\nmessage_when = "key <> \x273\x27"', "a checksum cannot apply message_when"),
     ):
         rules = rules_file.load(reconcile.rules(groups=groups, extra=extra))

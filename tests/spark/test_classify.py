@@ -15,6 +15,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from spark.judging import classify, evidence
+from spark.rules.rule import Messages
 from tests.spark import frames, oracle
 from tests.spark.oracle import (
     GRACE,
@@ -246,6 +247,7 @@ def random_history(random: Random) -> History:
             stored_at=random.choice(MOMENTS),
             state=random.choice(STATES),
             decided_at=random.choice((None, *MOMENTS)),
+            decided_by=random.choice("PPK"),
             deliver_at=random.choice((None, None, *MOMENTS)),
             customer=random.choice(CUSTOMERS),
             weight=random.choice(WEIGHTS),
@@ -291,17 +293,89 @@ def test_every_pair_of_flags_has_its_precedence(name: str, found: frames.Found) 
 
 
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, database=None)
+@pytest.mark.parametrize("kind", Messages)
+@settings(max_examples=1, deadline=None, database=None)
 @given(random=st.randoms(use_true_random=True))
-def test_classification_equals_a_plain_python_oracle(spark_session: SparkSession, random: Random) -> None:
+def test_classification_equals_a_plain_python_oracle(
+    spark_session: SparkSession, random: Random, kind: Messages
+) -> None:
     by_key = {f"key {number}": random_history(random) for number in range(3_000)}
-    found = frames.classes(spark_session, by_key)
+    found = frames.classes(spark_session, by_key, kind)
     actual = {(key, group): name for (key, group), (name, _) in found.items()}
-    wanted = {(key, group): name for key, history in by_key.items() for group, name in oracle.expected(history)}
+    wanted = {(key, group): name for key, history in by_key.items() for group, name in oracle.expected(history, kind)}
     differing = sorted({subject for subject, _ in set(actual.items()) ^ set(wanted.items())})[:3]
     assert actual == wanted, [
         (subject, actual.get(subject), wanted.get(subject), by_key[subject[0]]) for subject in differing
     ]
+
+
+def test_a_hot_row_is_compared_when_its_newest_message_is_settled(spark_session: SparkSession) -> None:
+    """at_least_one: the message of a later state is seen before the row's, or the row's before its message."""
+    other = replace(MESSAGE, total=Decimal(1))
+    histories = {
+        "settled": replace(FINE, messages=(MESSAGE, other)),
+        "newer than the boundary": replace(FINE, messages=(MESSAGE, replace(other, decided_at=UNTIL))),
+        "newest undecided": replace(FINE, messages=(other, Sent(stored_at=UNTIL, state="undecided"))),
+        "equal": replace(FINE, messages=(other, replace(MESSAGE, decided_at=UNTIL))),
+    }
+    found = frames.classes(spark_session, histories, Messages.AT_LEAST_ONE)
+    assert {key: name for (key, _), (name, _) in found.items()} == {
+        "settled": "MISMATCH",
+        "newer than the boundary": "PENDING",
+        "newest undecided": "PENDING",
+    }
+
+
+def test_of_several_messages_the_one_committed_last_is_compared(spark_session: SparkSession) -> None:
+    """at_least_one: the order of the log is that of the commits only where the row's transaction wrote the message."""
+    other, second = replace(MESSAGE, total=Decimal(1)), timedelta(seconds=1)
+    prompt = replace(MESSAGE, decided_at=AT + 3 * second)
+    late = replace(MESSAGE, decided_at=AT + 3 * second, decided_by="K")
+    sooner = replace(other, decided_at=AT + 2 * second)
+    histories = {
+        "stored first, committed last, equal": replace(FINE, messages=(prompt, sooner)),
+        "stored last, committed first, equal": replace(
+            FINE, messages=(replace(prompt, total=Decimal(1)), replace(sooner, total=MESSAGE.total))
+        ),
+        "a check-back says nothing of the order": replace(FINE, messages=(late, sooner)),
+        "nor the other way": replace(
+            FINE, messages=(replace(late, total=Decimal(1)), replace(sooner, total=MESSAGE.total))
+        ),
+        "neither is equal": replace(FINE, messages=(replace(late, total=Decimal(2)), sooner)),
+        "in one transaction with the row: by the log": replace(
+            FINE, messages=(replace(MESSAGE, stored_at=AT + second), other)
+        ),
+        "the same, equal": replace(FINE, messages=(replace(other, stored_at=AT + second), MESSAGE)),
+    }
+    found = frames.classes(spark_session, histories, Messages.AT_LEAST_ONE)
+    assert {key: name for (key, group), (name, _) in found.items() if not group} == {
+        "stored last, committed first, equal": "MISMATCH",
+        "neither is equal": "MISMATCH",
+        "in one transaction with the row: by the log": "MISMATCH",
+    }
+
+
+def test_each_of_several_messages_owes_an_effect(spark_session: SparkSession) -> None:
+    """at_least_one: an effect of the older message says nothing of the newer one."""
+    newer = replace(MESSAGE, stored_at=AT + timedelta(minutes=5))
+    young = replace(MESSAGE, stored_at=UNTIL - timedelta(minutes=1))
+    of_older, of_newer = AT + timedelta(seconds=1), newer.stored_at + timedelta(seconds=1)
+    histories = {
+        "the older one alone": replace(FINE, messages=(MESSAGE, newer), effects=((of_older,), (of_older, of_newer))),
+        "one effect for all of them": replace(FINE, messages=(MESSAGE, newer), effects=((of_newer,), (of_newer,))),
+        # A burst of which the effect of the middle, or of the newest message is missing.
+        "two effects of three": replace(
+            FINE, messages=(MESSAGE, MESSAGE, newer), effects=((of_older, of_newer), (of_older, of_older, of_newer))
+        ),
+        "within its limit": replace(FINE, messages=(MESSAGE, young), effects=((of_older,), (of_older, UNTIL))),
+        "recalled": replace(FINE, messages=(MESSAGE, replace(newer, state="recalled"))),
+    }
+    found = frames.classes(spark_session, histories, Messages.AT_LEAST_ONE)
+    assert {subject: name for subject, (name, _) in found.items()} == {
+        ("the older one alone", "logistics"): "UNDELIVERED",
+        ("two effects of three", "logistics"): "UNDELIVERED",
+        ("within its limit", "logistics"): "PENDING",
+    }
 
 
 @pytest.mark.soak
@@ -322,7 +396,7 @@ def test_hot_key_with_a_million_messages(spark_session: SparkSession) -> None:
     )
     row = spark_session.createDataFrame(frames._table({"hot": FINE}))
     sides = [evidence.table_side(row, rule), evidence.broker_side(million, rule)]
-    gathered = evidence.gather(sides, rule)
+    gathered = evidence.gather(sides, rule, WATERMARK)
     subjects = classify.subjects(classify.with_classes(gathered, rule, frames.WINDOW), rule, frames.WINDOW)
     assert [(row["key"], row["class"], row["committed"]) for row in subjects.collect()] == [
         ("hot", "DUPLICATE", 1_000_000)

@@ -132,6 +132,7 @@ def test_the_rules_name_columns_and_fields() -> None:
         ('sum_effect = {amount = "total"}', 'sum_effect = {amount = "customer"}', "'customer' is no number"),
         ('sum_effect = {amount = "total"}', 'sum_effect = "total"', "must be a table"),
         ('buyer = "customer"', 'buyer = "total"', "the field 'total' is compared twice"),
+        ('topic = "order.paid"', 'topic = "order.paid"\nmessages = "at_least_one"', "no single message to compare"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error_of_the_rules(old: str, new: str, said: str) -> None:

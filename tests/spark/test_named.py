@@ -8,10 +8,23 @@ from datetime import timedelta
 import pytest
 
 from tests.spark.conftest import Reconciler
-from tests.spark.world import START, Order, World
+from tests.spark.world import RULES, START, Order, World
 
 pytestmark = pytest.mark.timeout(900)
 SECOND = timedelta(seconds=1)
+BY_ID = """
+[[rule.group]]
+name = "points"
+table = "outbox_inbox"
+message_id = "message_id"
+time = "handled_at"
+when = "consumer_group = 'points'"
+within = "10m"
+
+[[rule.group]]
+name = "logistics"
+within = "10m"
+"""
 
 
 @pytest.mark.slow
@@ -30,7 +43,7 @@ def test_a_stuck_half_and_a_dead_letter_are_named_beside_committed_messages_of_t
     for order in orders:
         world.send(order, message_id=uuid.uuid4(), stored_at=START + SECOND)
     first = world.send(orders[2], message_id=uuid.uuid4(), decision="R")
-    reconcile.rules(groups=("points",))
+    reconcile.rules(groups=("points",), extra='messages = "at_least_one"')
     rows = {(row["key"], row["class"]): row for row in reconcile.rows(reconcile.run())}
     half, letter, damaged = rows["1", "HALF_STUCK"], rows["2", "DEAD"], rows["2", "UNREADABLE"]
     assert (half["transaction_id"], half["message_id"]) == (str(stuck), str(stuck))
@@ -71,3 +84,27 @@ def test_dead_letters_of_messages_that_are_another_rules_are_not_this_rules(
     world.kill_letter("points", imported, START)
     reconcile.rules(groups=("points",), extra="message_when = \"headers::jsonb ->> 'origin' IS NULL\"")
     assert reconcile.findings(reconcile.run()) == []
+
+
+@pytest.mark.slow
+def test_of_several_messages_the_unhandled_one_is_named(reconcile: Reconciler, world: World) -> None:
+    """at_least_one, where effects name their messages, and by the broker's own offsets."""
+    older, newer = uuid.uuid4(), uuid.uuid4()
+    order = Order(number=1)
+    world.pay(order)
+    world.send(order, message_id=older)
+    world.consume_all()
+    world.send(order, message_id=newer, stored_at=START + SECOND)
+    world.app.execute("INSERT INTO outbox_inbox VALUES ('points', 1, %s, %s)", [older, START + SECOND])
+    done = Order(number=90, at=START + timedelta(hours=1))
+    world.pay(done)
+    world.app.execute("INSERT INTO outbox_inbox VALUES ('points', 1, %s, %s)", [done.message_id, done.at + SECOND])
+    world.send(done)
+    reconcile.rules(text=RULES.format(extra='messages = "at_least_one"', groups=BY_ID))
+    rows = {(row["key"], row["group"]): row for row in reconcile.rows(reconcile.run()) if row["key"] == "1"}
+    assert {(group, row["class"]) for (_, group), row in rows.items()} == {
+        ("points", "UNDELIVERED"),
+        ("logistics", "UNDELIVERED"),
+    }
+    assert {row["message_id"] for row in rows.values()} == {str(newer)}
+    assert rows["1", "logistics"]["delivery"] == "waiting"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,28 @@ def test_a_finding_beyond_the_boundary_is_not_recovered(reconcile: Reconciler, w
     held = reconcile.run(full=True)
     assert reconcile.findings(held) == []
     assert held["open_subjects"] == 1, "the next run looks at it again"
+
+
+@pytest.mark.slow
+def test_a_hot_row_updated_between_the_snapshots_of_both_looks(
+    reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RULES.format(extra='messages = "at_least_one"', groups="").replace('time = "paid_at"', 'time = "created_at"')
+    reconcile.rules(text=text.replace('\n[[rule.field]]\ncolumn = "paid_at"\ntype = "timestamp"\n', ""))
+    world.add(Order(number=1))
+    from spark.sources.postgres import PostgresSource
+
+    opened, totals = PostgresSource.open, iter(range(20, 30))
+
+    def opens(source: PostgresSource, timed: object) -> object:
+        reading = opened(source, timed)  # type: ignore[arg-type]
+        if reading.database == "app":
+            total = Decimal(next(totals))
+            world.app.execute("UPDATE orders_order SET total = %s", [total])
+            world.send(Order(number=1, total=total), stored_at=now(), message_id=uuid.uuid4())
+        return reading
+
+    monkeypatch.setattr(PostgresSource, "open", opens)
+    result = reconcile.run()
+    assert reconcile.findings(result) == []
+    assert result["open_subjects"] == 1, "the next run looks at it again"

@@ -106,13 +106,14 @@ def message_naming(
     """Return a message of another key whose body contains the key of `step`, or None if there is no such message.
 
     The function ignores messages that belong to another row: a row with the key of the message exists, and no other
-    message has that key. Raises UsageError if too many bodies contain the text of the key.
+    message has that key, or the rule allows several messages per row. Raises UsageError if too many bodies contain the
+    text of the key.
     """
     statement = _of_rule(_NAMING, source)
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     found = _rows(statement, "message_v1", {**values, "texts": _written(step.key), "most": MOST_NAMING})
     naming = [row for row in found if _names(bytes(row[4]), row[3], step.key)]
-    surplus = _with_several(source, [row[2] for row in naming], values)
+    surplus = set() if source.messages == "at_least_one" else _with_several(source, [row[2] for row in naming], values)
     known: dict[str, bool] = {}
     for message_id, state, key, _, _ in naming:
         if key not in known:

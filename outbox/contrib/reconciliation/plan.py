@@ -14,7 +14,7 @@ from uuid import UUID
 
 from outbox.errors import UsageError
 
-VERSION: Final = 3
+VERSION: Final = 2
 
 
 class RepairAction(enum.StrEnum):
@@ -39,7 +39,10 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSource:
-    """Where a rule finds its rows and messages. `table`, `key`, `when` and `message_when` are SQL texts."""
+    """Where a rule finds its rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
+
+    `messages` says how many messages a row must have: exactly_one or at_least_one.
+    """
 
     database: str
     table: str
@@ -48,6 +51,7 @@ class RuleSource:
     topic: str
     tag: str | None
     message_when: str | None
+    messages: str
     effects: tuple[Effects, ...]
 
 
