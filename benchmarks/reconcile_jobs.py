@@ -110,7 +110,7 @@ def keys(spark: Any, folder: Path, rows: int, *, is_hot: bool) -> None:
 
     end = datetime(2030, 1, 1, tzinfo=UTC)
     window = classify.Window(None, end, end)
-    found = classify.subjects(classify.with_classes(evidence.gather(sides, rule), rule, window), rule, window)
+    found = classify.subjects(classify.with_classes(evidence.gather(sides, rule, end), rule, window), rule, window)
     counts = {row["class"]: row["count"] for row in found.groupBy("class").count().collect()}
     assert counts == ({"LOST": rows - 1, "DUPLICATE": 1} if is_hot else {}), counts
 
