@@ -144,6 +144,10 @@ class Outage:
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
         before the request.
         """
+        if not self._cause and not self._suspected and self.resume_at is None:
+            # There was no failure, so there is nothing to end.
+            self._succeeded_at, self.has_succeeded = now, True
+            return
         if self._lasts_as_asked(now):
             return
         if self.resume_at is None:
@@ -715,9 +719,11 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
 
 def _succeeded(work: HandlerCall, results: Sequence[Result], outage: Outage) -> None:
     """Record the success of a call. For a duplicate, no handler was called, so it says nothing about the service."""
-    if any(result is Disposition.HANDLED for result in results):
-        now = time.monotonic()
-        outage.succeeded(now, now if work.started_at is None else work.started_at)
+    for result in results:
+        if result is Disposition.HANDLED:
+            now = time.monotonic()
+            outage.succeeded(now, now if work.started_at is None else work.started_at)
+            break
 
 
 def _wait_for_code(work: HandlerCall, item: FetchedEntry, booked: CallOutcome) -> None:

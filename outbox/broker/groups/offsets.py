@@ -71,6 +71,17 @@ def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: Lit
     )
 
 
+_POSITIONS = Statement("""
+SELECT next_offset, moved FROM {schema}.consumer_offset WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s
+ORDER BY epoch DESC, ordinal DESC
+""")
+
+
+def positions(run: Executor, group_id: int, queue_id: int) -> list[tuple[int, int]]:
+    """Return `next_offset` and `moved` of all stored rows of a group and a queue, the row that counts first."""
+    return [(row[0], row[1]) for row in run.rows(_POSITIONS, {"group_id": group_id, "queue_id": queue_id})]
+
+
 _LOAD = Statement(
     """
 SELECT wanted.queue_id, coalesce(newest.next_offset, 0), coalesce(newest.start_offset, 0),

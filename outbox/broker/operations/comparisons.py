@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -19,7 +19,7 @@ from uuid import UUID
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups.offsets import newest_offset
+from outbox.broker.groups.offsets import newest_offset, positions
 
 # A comparison names at most this many ids.
 NAMED: Final = 20
@@ -267,19 +267,12 @@ def group_positions(run: Executor, group: str, topic: str) -> list[GroupPosition
     return run.objects(GroupPosition, _PASSED, {"group": group, "topic": topic})
 
 
-_NEWEST_FIRST = Statement("""
-SELECT next_offset, moved FROM {schema}.consumer_offset WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s
-ORDER BY epoch DESC, ordinal DESC
-""")
-
-
 def read_again_from(run: Executor, queue: GroupPosition) -> int:
     """Return the lowest known position of the group since its last reset.
 
     The result is the target of the reset, or a later offset if retention has removed the row of the reset.
     """
-    rows = run.rows(_NEWEST_FIRST, {"group_id": queue.group_id, "queue_id": queue.queue_id})
-    since: Iterable[tuple[int, int]] = itertools.takewhile(lambda row: row[1] == queue.moved, rows)
+    since = itertools.takewhile(lambda row: row[1] == queue.moved, positions(run, queue.group_id, queue.queue_id))
     return min([queue.next_offset, *(next_offset for next_offset, _ in since)])
 
 
