@@ -72,6 +72,17 @@ def test_without_using_a_write_elsewhere_is_refused_before_it_is_executed(write:
     assert list(Payment.objects.values_list("reference", flat=True)) == ["there"]
 
 
+def test_of_several_swallowed_writes_elsewhere_the_last_one_is_raised() -> None:
+    @transactional_message("orders", key="lost", body={})
+    def pay() -> None:
+        for write in (save, raw("DELETE FROM shop_payment")):
+            with contextlib.suppress(TransactionUsageError):
+                write()
+
+    with pytest.raises(TransactionUsageError, match=r"pay wrote to 'other' \(DELETE"):
+        pay()
+
+
 def test_using_names_the_transaction_that_decides() -> None:
     @transactional_message("payments", key=lambda reference: reference, body={}, using="other")
     def pay(reference: str, *, fail: bool = False) -> None:

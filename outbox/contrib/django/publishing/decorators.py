@@ -181,9 +181,9 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
     refused: list[TransactionUsageError] = []
 
     def watch(execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
-        text = statement_text(statement, context["connection"]) if _watching.get() is watch else ""
-        if effects.written(text):
-            other = context["connection"].alias
+        connection = context["connection"]
+        if _watching.get() is watch and effects.written(text := statement_text(statement, connection)):
+            other = connection.alias
             refused.append(
                 TransactionUsageError(
                     f"{name} wrote to {other!r} ({' '.join(text.split())[:60]}…), but its message belongs to the "
@@ -206,7 +206,7 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
     finally:
         _watching.reset(token)
     if refused:
-        raise refused[0]
+        raise refused[-1]
 
 
 # -- the end of the block --------------------------------------------------------------------------
