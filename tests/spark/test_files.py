@@ -99,7 +99,7 @@ def test_parquet_with_nanoseconds_is_refused(reconcile: Reconciler, world: World
 
 
 def test_a_column_whose_name_is_also_the_path_of_a_field_is_refused(spark_session: SparkSession) -> None:
-    """A run would compare the field of the struct, and nobody would see it."""
+    """A run would compare the field of the struct without a word."""
     frame = spark_session.createDataFrame([("1", ("2",))], "`price.total` string, price struct<total: string>")
     with pytest.raises(UsageProblem, match=r"write `price\.total` in backticks for the column, \(price\)\.total for"):
         files._expression("price.total", frame)

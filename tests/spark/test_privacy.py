@@ -19,7 +19,7 @@ SECRET = "ann@example.org"
 
 
 def test_a_new_output_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """An existing one keeps its permissions, which somebody has chosen."""
+    """An existing folder keeps the permissions that its owner has chosen."""
     (tmp_path / "known").mkdir(mode=0o750)
     for name, mode in (("new", 0o700), ("known", 0o750)):
         Store(str(tmp_path / name)).check_writable()

@@ -224,7 +224,7 @@ def test_shares_are_fair_and_use_every_slot() -> None:
 
 
 def assert_fair(chance: random.Random) -> None:
-    """Random shares never exceed the limit, and nobody starves."""
+    """Random shares never exceed the limit, and each process that wants slots gets some."""
     wanted = {uuid4(): chance.randint(0, 9) for _ in range(chance.randint(1, 6))}
     limit = chance.randint(1, 20)
     for rotation in range(len(wanted)):

@@ -2,7 +2,7 @@
 -- other decision stood already, and stands) or 'refused' (no such half message, or another group's). The last two
 -- leave an incident and a warning, because the producer does not wait for the answer. If `relaxes` and there is a
 -- ledger, the commit does not wait for the WAL flush: after a crash check-back asks the ledger, which gives the same
--- answer. `decider`: who has decided (op_log.decided_by).
+-- answer. `decider`: the value of op_log.decided_by.
 --
 -- It runs with the rights of its owner, and refuses an end message of a role that may not decide for the group
 -- (docs/decisions/235).

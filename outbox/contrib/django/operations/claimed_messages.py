@@ -20,7 +20,7 @@ def claimed_messages(message_ids: Sequence[UUID]) -> dict[str, list[Mapping[str,
 
     A claim is an attempt that has begun and not finished; after a failed attempt, its `expires_at` is in the past. A
     step without a result has neither `ended_at` nor `bytes`, the size of the result. `unknown_claims`: the reason `why`
-    a database cannot be read. What is empty is left out.
+    a database cannot be read. The result has no key for an empty list.
     """
     from outbox.contrib.django.models import ClaimEntry, StepEntry
 
