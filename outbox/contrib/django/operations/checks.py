@@ -429,8 +429,8 @@ def _said(one: Row, of_project: Collection[str]) -> Condition:
     )
     former = [name for name in one.without_consumers if name not in of_project]
     renamed = (
-        f" If the new group is {former[0]!r} under another name, give it the former name, or move its positions "
-        "(docs/changing-messages.md#another-name-for-a-group)."
+        f" If the new group is {former[0]!r} under another name, give it the former name, or pause publishing while "
+        "the group changes (docs/changing-messages.md#another-name-for-a-group)."
         if former
         else ""
     )
