@@ -82,7 +82,7 @@ admissions: Final[dict[type, str]] = {}
 def add_admission(option: type, kind: str) -> None:
     """Let a part decide when the calls of a subscription start that has an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/scheduler.py). A
+    `kind` is the dotted path of a class with the methods of `Admission` (broker/consumer/subscription_runner.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread.
     After a psycopg.Error this thread connects anew and repeats its step; another error ends the process. A subscription
     has one such option at most.
@@ -112,7 +112,7 @@ result_reports: Final[dict[type, str]] = {}
 def add_result_report(option: type, kind: str) -> None:
     """Let a part tell operators what the results of calls mean, for subscriptions with an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/scheduler.py). A
+    `kind` is the dotted path of a class with the methods of `ResultReport` (broker/consumer/subscription_runner.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread, on a
     connection of the broker in autocommit mode. After a psycopg.Error this thread connects anew and repeats its step;
     another error ends the process.

@@ -9,10 +9,11 @@ from uuid import UUID, uuid4
 import pytest
 from psycopg.types.json import Jsonb
 
-from outbox.broker.consumer.call import NOT_STARTED, Caller, HandlerCall
+from outbox.broker.consumer.call import NOT_STARTED, HandlerCall
 from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
-from outbox.broker.consumer.scheduler import Scheduler, SubscriptionRunner
+from outbox.broker.consumer.scheduler import Caller, Scheduler
+from outbox.broker.consumer.subscription_runner import SubscriptionRunner
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.codec import Codecs
@@ -35,7 +36,7 @@ class Process:
         self.queue = OwnedQueue(
             Lease((1, 1), 1, lease_clock() + 600, UUID(int=0)), group, self.subscribed, "orders/0", Position(0, 0)
         )
-        self.runner = SubscriptionRunner(self.subscribed, Scheduler([self.subscribed.subscription], _never))
+        self.runner = SubscriptionRunner(self.subscribed, Scheduler([self.subscribed.subscription], _never).lock)
         assert isinstance(self.runner.admission, Limiter)
         self.limiter = self.runner.admission
         self._run, self._instance, self._offset = bench.run, uuid4(), 0
