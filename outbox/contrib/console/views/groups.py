@@ -68,6 +68,8 @@ def _state(row: Row) -> list[object]:
         said.append(badge("paused", "warn"))
     if row.is_outage:
         said.append(badge("outage", "bad"))
+    elif row.retrying:
+        said.append(badge("retrying", "warn"))
     if row.waits_for:
         said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
     said += [
