@@ -548,7 +548,9 @@ def add_body_step(name: str, step: str) -> None:
 
     `step` is the dotted path of a function or class `() -> BodyStep | None` (its base class is in
     outbox/contrib/django/engine/broker.py). It is called when a process first publishes with its settings, and returns
-    None if they do not use the step.
+    None if they do not use the step. Its `encode` gets the headers as the caller passed them: an error other than that
+    of a wrong value goes to the caller. Messages that are published in SQL, or that another part makes, do not pass
+    the step.
     """
     body_steps[name] = step
 
