@@ -1,9 +1,8 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
 It rewrites three pages of docs/maintainers and docs/operations/sizing.md. A block of figures is between
-`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of `_OF_SIZING`, the name of a file in
-benchmarks/results, or `rest`: the figures that have no block yet, and the names of
-the scripts without figures. So a page has no empty tables, and a measurement is never without a place.
+`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, a name of `_OF_SIZING`, or that of a file
+in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
 # Two scripts of reconciliation are run by hand, because they need Java; the scenarios, because they are long.
 SCRIPTS: Final = (*NAMES, "reconcile_goals", "reconcile_look_back", "scenarios")
-REST = "rest"
 _BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -50,11 +48,11 @@ def rendered(page: str) -> str:
 
 def names(page: str) -> list[str]:
     """The names of the page's blocks of figures."""
-    return [found[2] for found in _BLOCK.finditer(page) if found[2] != REST]
+    return [found[2] for found in _BLOCK.finditer(page)]
 
 
 def _block(name: str) -> str:
-    made = {"goals": goals_table, REST: rest, **_OF_SIZING}
+    made = {"goals": goals_table, **_OF_SIZING}
     return made[name]() if name in made else script(name)
 
 
@@ -168,15 +166,6 @@ _OF_SIZING: Final = {
 
 
 # -- the files of scripts --------------------------------------------------------------------------
-
-
-def rest() -> str:
-    """The figures of the scripts without a block on a page, and a line about the scripts without figures."""
-    placed = {name for page in pages() for name in names(page.read_text(encoding="utf-8"))}
-    without = [name for name in SCRIPTS if name not in placed]
-    absent = [f"`{name}`" for name in without if not any(_of_both_machines(name))]
-    said = [f"{NOT_MEASURED.capitalize()} yet for this version: {', '.join(absent)}.\n"] if absent else []
-    return "\n".join([*said, *(f"### {name}\n\n{script(name)}" for name in without if any(_of_both_machines(name)))])
 
 
 def script(name: str) -> str:
