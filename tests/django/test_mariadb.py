@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -21,20 +18,18 @@ from outbox.contrib.django import publish, run_check_back, subscriber, transacti
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import open_connection
-from outbox.contrib.django.ledger.pruning import prune_inboxes
-from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError
 from outbox.ports import Disposition
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.configured import ON_MARIADB
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
 from tests.django.support import end_messages_lost
 from tests.mariadb import PrivateMariaDB
-from tests.support import eventually
+from tests.support import eventually, killed
 
 pytestmark = [
     pytest.mark.skipif(not ON_MARIADB, reason="`.ci/matrix mariadb` runs it, with MariaDB in the place of SQLite"),
@@ -246,17 +241,13 @@ def test_check_back_decides_for_a_killed_producer(step: str, decided: str) -> No
     # The child opens connections of its own.
     reset_broker()
     connections.close_all()
-    child = os.fork()
-    if child == 0:
-        try:
-            faults.arm(f"{step}=kill")
-            with transaction.atomic(using=ALIAS):
-                place("paid")
-            flush(within_seconds=5)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+    def work() -> None:
+        with transaction.atomic(using=ALIAS):
+            place("paid")
+        flush(within_seconds=5)
+
+    assert killed(work, f"{step}=kill")
 
     def is_decided() -> bool:
         # Until MariaDB has noticed the end of the connection, the transaction counts as running.
@@ -291,15 +282,6 @@ def test_a_message_of_a_handler_that_does_not_answer_waits_and_is_no_attempt() -
         cursor.execute("ROLLBACK")
     assert deliver("one", "effects", once) is Disposition.HANDLED
     assert deliver("one", "effects", once) is Disposition.SKIPPED
-
-
-def test_old_rows_of_the_inbox_are_pruned() -> None:
-    InboxEntry.objects.using(ALIAS).create(group="effects", generation=1, message_id=uuid7())
-    age = datetime.now(UTC) - InboxEntry.objects.using(ALIAS).get().handled_at
-    assert abs(age) < timedelta(minutes=5)
-    InboxEntry.objects.using(ALIAS).update(handled_at=datetime.now(UTC) - timedelta(days=20))
-    assert prune_inboxes(older_than=datetime.now(UTC) - timedelta(days=14)).inbox == 1
-    assert not InboxEntry.objects.using(ALIAS).exists()
 
 
 # -- checks --------------------------------------------------------------------------------------------
