@@ -65,6 +65,12 @@ def limited(limits: Limits, **options: object) -> Subscription:
     return Subscription(options=[limits], **values)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders", queues=4)
+    return bench
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_no_more_calls_run_than_the_limit(bench: ConsumptionBench, mode: Mode) -> None:
     bench.declare("orders", queues=4, types=FIFO)
