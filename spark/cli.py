@@ -51,7 +51,20 @@ def parser() -> argparse.ArgumentParser:
         help="folder of the results, or s3a://, gs://, hdfs:// URI (default: %(default)s)",
     )
     limit.add_argument("--limit", type=int, help="print at most this number of lines")
-    _add_spark(spark)
+    where = spark.add_mutually_exclusive_group()
+    where.add_argument(
+        "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
+    )
+    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, as in sc://spark.example.com:15002")
+    spark.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=VALUE",
+        help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
+    )
+    spark.add_argument("--quiet", action="store_true", help="print no progress on standard error")
     commands = root.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", parents=[rules, output, spark], help="reconcile once")
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
@@ -99,28 +112,6 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_spark(command: argparse.ArgumentParser) -> None:
-    where = command.add_mutually_exclusive_group()
-    where.add_argument(
-        "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
-    )
-    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, as in sc://spark.example.com:15002")
-    command.add_argument(
-        "--conf",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="KEY=VALUE",
-        help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
-    )
-    command.add_argument("--quiet", action="store_true", help="print no progress on standard error")
-
-
-def _options(given: argparse.Namespace) -> RunOptions:
-    named = {each.name for each in fields(RunOptions)}
-    return RunOptions(**{name: value for name, value in vars(given).items() if name in named})
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     given = parser().parse_args(arguments)
@@ -162,7 +153,8 @@ def _run(given: argparse.Namespace) -> int:
     if threading.current_thread() is threading.main_thread():
         # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    options = _options(given)
+    named = {each.name for each in fields(RunOptions)}
+    options = RunOptions(**{name: value for name, value in vars(given).items() if name in named})
     if given.every is not None and (options.is_interval or options.full):
         raise UsageProblem("--every continues after the last result, so it accepts neither --from, --to nor --full.")
     progress = Progress(quiet=given.quiet)
