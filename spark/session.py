@@ -220,6 +220,15 @@ def has_ended(spark: SparkSession) -> bool:
     return False
 
 
+def silence(spark: SparkSession | None) -> None:
+    """Let this process and its Spark log nothing more: they would log the stacks of what the end of the process
+    interrupts."""
+    logging.disable()
+    if spark is not None:
+        with contextlib.suppress(Exception):  # Java may have ended, and Spark Connect has none.
+            spark.sparkContext.setLogLevel("OFF")
+
+
 class _Deferred:
     def __init__(self, begin: Callable[[], SparkSession]) -> None:
         self._begin = begin
