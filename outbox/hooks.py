@@ -82,7 +82,7 @@ admissions: Final[dict[type, str]] = {}
 def add_admission(option: type, kind: str) -> None:
     """Let a part decide when the calls of a subscription start that has an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `Admission` (outbox/broker/consumer/scheduler.py). A
+    `kind` is the dotted path of a class with the methods of `Admission` (broker/consumer/subscription_runner.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread.
     After a psycopg.Error this thread connects anew and repeats its step; another error ends the process. A subscription
     has one such option at most.
@@ -112,7 +112,7 @@ result_reports: Final[dict[type, str]] = {}
 def add_result_report(option: type, kind: str) -> None:
     """Let a part tell operators what the results of calls mean, for subscriptions with an option of this class.
 
-    `kind` is the dotted path of a class with the methods of `ResultReport` (outbox/broker/consumer/scheduler.py). A
+    `kind` is the dotted path of a class with the methods of `ResultReport` (broker/consumer/subscription_runner.py). A
     consumer process makes one object per subscription with such an option, and calls it in the dispatching thread, on a
     connection of the broker in autocommit mode. After a psycopg.Error this thread connects anew and repeats its step;
     another error ends the process.
@@ -548,7 +548,9 @@ def add_body_step(name: str, step: str) -> None:
 
     `step` is the dotted path of a function or class `() -> BodyStep | None` (its base class is in
     outbox/contrib/django/engine/broker.py). It is called when a process first publishes with its settings, and returns
-    None if they do not use the step.
+    None if they do not use the step. Its `encode` gets the headers as the caller passed them: an error other than that
+    of a wrong value goes to the caller. Messages that are published in SQL, or that another part makes, do not pass
+    the step.
     """
     body_steps[name] = step
 

@@ -58,10 +58,10 @@ def test_every_path_on_the_pages_is_checked() -> None:
     assert {path.split("/")[0] for path in paths} == {"outbox", "spark"}
 
 
-def test_the_way_of_a_message_is_read_in_eleven_files() -> None:
+def test_the_way_of_a_message_is_read_in_eight_files() -> None:
     section = PAGE.read_text(encoding="utf-8").split("\n## One message on the atomic path\n", 1)[1].split("\n### ")[0]
     files = dict.fromkeys(path for path, _ in NAMED.findall(section))
-    assert len(files) == 11, files
+    assert len(files) == 8, files
     assert re.findall(r"^(\d)\. \*\*", section, re.MULTILINE) == [str(number) for number in range(1, 9)]
 
 

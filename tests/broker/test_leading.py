@@ -12,9 +12,9 @@ import pytest
 
 from outbox import hooks
 from outbox.broker import deaths
-from outbox.broker.consumer import runtime
+from outbox.broker.consumer import dispatcher
+from outbox.broker.consumer.dispatcher import ConsumerSession
 from outbox.broker.consumer.running_calls import LastCalls
-from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.leading import LeaderSettings, LeadingConsumer, Load
 from outbox.broker.postgres import PostgresBroker
@@ -127,7 +127,7 @@ def test_a_message_costs_one_round_trip_from_commit_to_handler(
 ) -> None:
     """The tick with the fetch and the announcement. Offsets are stored later, for all at once."""
     monkeypatch.setattr("outbox.broker.consumer.dispatcher.STORE_SECONDS", 3600.0)
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     seen = Seen()
     settings = LeaderSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer import runtime
+from outbox.broker.consumer import dispatcher
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
@@ -27,7 +27,7 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if this process consumes no message of the tick; no other process would wake it."""
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     bench.declare("elsewhere")
     run_once, appended = Sequencer.run_once, []

@@ -24,7 +24,7 @@ from django.db import IntegrityError, OperationalError, connection, connections,
 
 from outbox import Delivery, Message, OnError, RetryPolicy
 from outbox.broker.consumer.runtime import ConsumerRuntime
-from outbox.broker.consumer.scheduler import SubscriptionCalls
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_database

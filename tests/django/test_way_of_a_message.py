@@ -29,11 +29,11 @@ MESSAGES = 40
 WAY = (
     "broker/leading.py",
     "broker/sequencer/key_order.py",
-    "broker/consumer/runtime.py",
     "broker/consumer/dispatcher.py",
     "broker/consumer/fetch.py",
     "broker/consumer/lanes.py",
     "broker/consumer/scheduler.py",
+    "broker/consumer/subscription_runner.py",
     "broker/consumer/call.py",
     "contrib/django/subscribers/inbox.py",
     "broker/consumer/owned_queue.py",

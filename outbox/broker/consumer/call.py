@@ -1,9 +1,9 @@
-"""One call of a handler: what the process knows about it, which calls share its transaction, and how a thread runs it.
+"""One call of a handler: what the process knows about it, and which calls share its transaction.
 
-A handler thread runs `Caller.run`. Short handlers of one thread share a transaction, so that several messages cost one
-COMMIT (decision 198): the invoker decides about the transaction (contrib/django/subscribers/shared_transaction.py), and
-`SharedCalls` gives it further waiting calls. The calls share only the transaction: each call has its own time limit,
-note, log context, span and result.
+Short handlers of one thread share a transaction, so that several messages cost one COMMIT (decision 198): the invoker
+decides about the transaction (contrib/django/subscribers/shared_transaction.py), and `SharedCalls` gives it further
+waiting calls. The calls share only the transaction: each call has its own time limit, note, log context, span and
+result. `Caller.run` in scheduler.py runs a call.
 """
 
 from __future__ import annotations
@@ -13,41 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from contextvars import Context
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol
 
-from outbox import passing_over, tracing
-from outbox.broker.consumer.fetch import (
-    BODY,
-    CONTENT_TYPE,
-    HEADERS,
-    LOG_ID,
-    MESSAGE_ID,
-    NO_HEADERS,
-    deliver,
-    unreadable,
-)
 from outbox.broker.consumer.lanes import FetchedEntry, Lane
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
-from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.groups.redelivery import Redelivery
-from outbox.codec import OWN_CONTENT_TYPES, Codecs
-from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
-from outbox.message import Delivery, Message
-from outbox.ports import (
-    AnyHandler,
-    ClaimedElsewhere,
-    ClaimingInvoker,
-    Disposition,
-    Invoker,
-    RunAlone,
-    SharingInvoker,
-)
-from outbox.utils import faults, fence, log_context, measures
+from outbox.message import Delivery
+from outbox.ports import AnyHandler, ClaimedElsewhere, Disposition
 from outbox.utils.backoff import Backoff
-from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +256,18 @@ class Sharing:
         return not was_over
 
 
+class JoiningCaller(Protocol):
+    """What `SharedCalls` needs of the `Caller` of its first call (scheduler.py)."""
+
+    def finished(self, work: HandlerCall) -> None: ...
+
+    def deliver_joined(self, work: HandlerCall) -> Delivery | None: ...
+
+    def joined(
+        self, previous: HandlerCall, work: HandlerCall, delivery: Delivery
+    ) -> AbstractContextManager[object]: ...
+
+
 class SharedCalls:
     """The calls that share the transaction of their first call. This class implements `ports.MoreCalls`.
 
@@ -293,7 +279,7 @@ class SharedCalls:
         first: HandlerCall,
         sharing: Sharing,
         take: Callable[[], HandlerCall | None],
-        caller: Caller,
+        caller: JoiningCaller,
     ) -> None:
         self.calls = [first]
         # The inbox generation of all messages of the transaction.
@@ -380,355 +366,3 @@ def may_join(work: HandlerCall) -> bool:
     """Whether a call may share a transaction. A message that is in quarantine or has failed before runs alone."""
     first = work.items[0]
     return work.may_share and not first.retries and not first.in_place
-
-
-# -- a call in its thread --------------------------------------------------------------------------
-#
-# A handler thread calls the handler with decoded bodies, inside a fence. An error becomes the result of its message.
-
-
-# A thread waits at most this time (seconds) until the others have decoded.
-_TURN_SECONDS: Final = 0.05
-
-# Runs a call in a handler thread (see `Caller.run`).
-RunCall: TypeAlias = Callable[[HandlerCall, Sharing | None, Callable[[], HandlerCall | None] | None], None]
-
-
-class Caller:
-    """Runs a call, stores the results in the call object, and passes this object to `finished`."""
-
-    def __init__(
-        self,
-        invoker: Invoker,
-        codecs: Codecs,
-        finished: Callable[[HandlerCall], None],
-        running: RunningCalls | None = None,
-        share: SharingInvoker | None = None,
-        claim: ClaimingInvoker | None = None,
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._invoker = invoker
-        self._share = share
-        self._claim = claim
-        self._wake = wake
-        self._codecs = codecs
-        self.finished: Final = finished
-        self._running = running
-        # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
-        # time. If several threads decoded, the dispatching thread would wait one switch interval for each of these
-        # threads. Codecs may be code of the project: if one hangs, the other threads decode without their turn.
-        self._decoding = threading.Lock()
-        # For each subscription, a function that makes the body for its handler once more.
-        self._decoders: dict[Subscribed, Callable[[Message], Any]] = {}
-
-    def run(
-        self, work: HandlerCall, sharing: Sharing | None, take: Callable[[], HandlerCall | None] | None = None
-    ) -> None:
-        """Call the handler for the messages of this call that may be started now.
-
-        With `take`, which returns a further waiting call or None, run such calls in the same transaction. `sharing`:
-        whether the calls of the subscription may ever share a transaction.
-        """
-        if take is not None and sharing is not None:
-            self._run_shared(SharedCalls(work, sharing, take, self), sharing)
-            return
-        self._run_alone(work, sharing)
-        self.finished(work)
-
-    def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
-        try:
-            # Context variables that a handler leaves behind, and with them Django's active language and time zone, must
-            # not reach the next message of this thread.
-            results = Context().run(self._call, work, sharing)
-        except BaseException as error:
-            # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
-            logger.error(
-                "calling the handler of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
-            )
-            results = [error] * len(work.items)
-        work.results = _contained(work, results)
-
-    def _run_shared(self, shared: SharedCalls, sharing: Sharing) -> None:
-        """Run the first call and the calls that join its transaction. If the transaction does not commit a call, run
-        this call again in its own transaction."""
-        results: list[Result | RunAlone]
-        try:
-            results = Context().run(self._call, shared.calls[0], sharing, shared)
-        except BaseException as error:
-            logger.error(
-                "calling the handler of group %r failed",
-                shared.calls[0].subscribed.subscription.group,
-                exc_info=printable(error),
-            )
-            results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
-        # Compare by identity: an error of a handler may define `__eq__`, which may raise.
-        if id(RunAlone.RUN_ALONE) in map(id, results):
-            sharing.failed()
-        elif len(shared.calls) > 1:
-            sharing.worked()
-        for work in shared.calls:
-            work.started_at = None
-        for work, result in zip(shared.calls, results, strict=True):
-            if result is not RunAlone.RUN_ALONE and not _may_be_passed(work, result):
-                work.results = _contained(work, [result])
-            elif work.is_given_up:
-                # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
-                work.results = [NOT_STARTED]
-            else:
-                self._run_alone(work, sharing)
-            self.finished(work)
-
-    def _call(self, work: HandlerCall, sharing: Sharing | None, shared: SharedCalls | None = None) -> list[Any]:
-        """Return the results of the call, followed by the results of the calls that have joined its transaction.
-
-        The context (contextvars) of the caller ends with the call.
-        """
-        work.started_at = time.monotonic()
-        work.commits = False
-        faults.point("consumer.before_handler")
-        results: list[Any] = [NOT_STARTED] * len(work.items)
-        deliveries, places = self._deliveries_in_turn(work, results)
-        if not deliveries:
-            return results
-        attempt = work if shared is None else shared
-        fence.begin(attempt.fence_reason, attempt.committing)
-        with _Observed(work, deliveries, places, self._running) as observed:
-            outcomes: Sequence[Any]
-            subscribed = work.subscribed
-            subscription, handler, generation = subscribed.subscription, subscribed.handler, subscribed.group.generation
-            claim = self._claim if subscribed.claims else None
-            if sharing is not None:
-                handler = sharing.timed(handler)
-            if claim is not None:
-                outcomes = self._invoke_claiming(claim, work, deliveries, handler)
-            elif shared is None or self._share is None:
-                outcomes = self._invoker(subscription, handler, deliveries, generation=generation)
-            else:
-                outcomes = self._share(subscription, handler, deliveries[0], shared, generation=shared.generation)
-            if shared is None and isinstance(outcomes[0], Exception) and passing_over.is_to_pass(deliveries, outcomes):
-                outcomes = self._pass_over(claim, work, deliveries, outcomes[0])
-            observed.outcomes = outcomes
-        joined = len(shared.calls) - 1 if shared is not None else 0
-        if len(outcomes) != len(places) + joined:
-            raise OutboxError(
-                f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
-                f"{work.subscribed.group.name!r}: it must return one result per delivery."
-            )
-        if len(places) == len(results):
-            return list(outcomes)
-        for place, outcome in zip(places, outcomes, strict=False):
-            results[place] = outcome
-        return [*results, *outcomes[len(places) :]]
-
-    def _pass_over(
-        self, claim: ClaimingInvoker | None, work: HandlerCall, deliveries: Sequence[Delivery], error: object
-    ) -> Sequence[Any]:
-        """Call the invoker for erased messages at which the handler has failed, with a handler that does nothing."""
-        passing_over.report(deliveries, error)
-        if claim is not None:
-            return self._invoke_claiming(claim, work, deliveries, passing_over.do_nothing)
-        subscribed, handler = work.subscribed, passing_over.do_nothing
-        return self._invoker(subscribed.subscription, handler, deliveries, generation=subscribed.group.generation)
-
-    def _invoke_claiming(
-        self, claim: ClaimingInvoker, work: HandlerCall, deliveries: Sequence[Delivery], handler: AnyHandler
-    ) -> Sequence[Disposition | Exception | ClaimedElsewhere]:
-        subscribed = work.subscribed
-        [delivery] = deliveries
-
-        def claimed(term_seconds: float) -> None:
-            if _is_over(work.items[0]):
-                raise TimedOut(_OVER)
-            work.claimed(term_seconds)
-            # The dispatching thread may sleep for longer than the message stays in its queue.
-            self._wake()
-
-        generation = subscribed.group.generation
-        return [claim(subscribed.subscription, handler, delivery, claimed, generation=generation)]
-
-    def deliver_joined(self, work: HandlerCall) -> Delivery | None:
-        """Return the delivery of a call that joins a transaction. If its handler cannot be called, store the result."""
-        results: list[Result] = [NOT_STARTED]
-        try:
-            deliveries, _ = self._deliveries_in_turn(work, results)
-        except BaseException as error:
-            logger.error(
-                "decoding a message of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
-            )
-            deliveries, results = [], [error]
-        if deliveries:
-            return deliveries[0]
-        work.results = _contained(work, results)
-        return None
-
-    def joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> AbstractContextManager[object]:
-        """The context in which the handler runs for `work`, a call that has joined the transaction of `previous`."""
-        if self._running is not None:
-            _forget(previous, self._running)
-        faults.point("consumer.before_handler")
-        return _Observed(work, [delivery], [0], self._running)
-
-    def _decoder(self, subscribed: Subscribed) -> Callable[[Message], Any]:
-        decoder = self._decoders[subscribed] = subscribed.subscription.decoder(self._codecs.decode)
-        return decoder
-
-    def _deliveries_in_turn(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
-        """Do the same as `_deliveries`, while no other thread decodes, unless it takes long."""
-        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
-        try:
-            return self._deliveries(work, results)
-        finally:
-            if has_turn:
-                self._decoding.release()
-
-    def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
-        """Return the deliveries and their places in the call.
-
-        If a body cannot be decoded, or the key of its subject cannot be read now, the error becomes the result of the
-        message. If the time limit of a message is over, the result of the message is TimedOut. If only newer code can
-        read the message, the result is NeedsNewerCode.
-        """
-        subscribed = work.subscribed
-        group, topic, reader = subscribed.group.name, subscribed.subscription.topic, subscribed.reader
-        decode = self._codecs.decode
-        decode_again = self._decoders.get(subscribed) or self._decoder(subscribed)
-        # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
-        # with an expired lease.
-        lease = subscribed.admission_lease
-        is_admitted = lease is None or lease.admits(work.admission_epoch)
-        claims = self._claim is not None and subscribed.claims
-        startable: dict[OwnedQueue, bool] = {}
-        deliveries: list[Delivery] = []
-        places: list[int] = []
-        for place, item in enumerate(work.items):
-            if item.queue not in startable:
-                startable[item.queue] = is_admitted and item.queue.may_start()
-            if not startable[item.queue]:
-                continue
-            # A claimed message may be handled already, or its handler may still run. So the claim is asked first.
-            if item.ends_at is not None and not claims and _is_over(item):
-                results[place] = TimedOut(_OVER)
-                continue
-            row = item.row
-            assert row is not None
-            if reason := unreadable(row):
-                results[place] = UndecodableBody(
-                    f"message {row[MESSAGE_ID]} (log id {row[LOG_ID]}) cannot be read: {reason}. A program beside "
-                    "outbox stored this row. Publish the message again with outbox, and discard this dead letter."
-                )
-                continue
-            try:
-                body = decode(row[CONTENT_TYPE], row[BODY])
-                if reader is not None:
-                    body = reader.read(topic, row[HEADERS] or NO_HEADERS, body)
-            except (UndecodableBody, HandlerNotStarted) as error:
-                results[place] = error
-                continue
-            attempt = item.retries + item.in_place + 1
-            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt, decode_again))
-            places.append(place)
-        return deliveries, places
-
-
-class _Observed:
-    """Writes a note, a trace and the measured time of a handler call, and marks the log records of the handler.
-
-    The note is in the file that the parent of this process reads. `outcomes`: the results of the call so far, followed
-    by those of other calls.
-    """
-
-    __slots__ = ("_began_at", "_deliveries", "_places", "_recorder", "_running", "_traced", "_work", "outcomes")
-
-    def __init__(
-        self, work: HandlerCall, deliveries: Sequence[Delivery], places: Sequence[int], running: RunningCalls | None
-    ) -> None:
-        self._work = work
-        self._deliveries = deliveries
-        self._places = places
-        self._running = running
-        self._traced: tuple[AbstractContextManager[tracing.Conclude], tracing.Conclude] | None = None
-        self._recorder = measures.recorder
-        self._began_at = 0.0
-        self.outcomes: Sequence[object] = _HANDLED
-
-    def __enter__(self) -> _Observed:
-        work, deliveries = self._work, self._deliveries
-        log_context.begin(deliveries)
-        if tracing.tracer is not None:
-            traced = tracing.tracer.handling(deliveries)
-            self._traced = traced, traced.__enter__()
-        if self._recorder is not None:
-            self._began_at = time.time()
-        if self._running is not None:
-            log_ids = [row[LOG_ID] for place in self._places if (row := work.items[place].row) is not None]
-            work.note = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._running is not None:
-            _forget(self._work, self._running)
-        outcomes = self.outcomes[: len(self._deliveries)]
-        if self._traced is not None:
-            traced, conclude = self._traced
-            if error is None:
-                conclude(outcomes)
-            traced.__exit__(kind, error, traceback)
-        if self._recorder is not None and error is None:
-            self._measure(self._recorder, outcomes)
-
-    def _measure(self, recorder: measures.Recorder, outcomes: Sequence[object]) -> None:
-        work, began_at = self._work, self._began_at
-        subscription = work.subscribed.subscription
-        # For a claimed message, only the claim tells whether an attempt begins after the time limit.
-        failures = [one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, TimedOut)]
-        took = (work.returned_at or time.time()) - began_at
-        waits, count = _waits(self._deliveries, began_at), len(self._deliveries)
-        recorder.handled(subscription.group, subscription.topic, waits, took, count=count, failures=failures)
-
-
-_HANDLED: Final = (Disposition.HANDLED,)
-
-
-def _forget(work: HandlerCall, running: RunningCalls) -> None:
-    """Remove the note of a call from the file of running calls."""
-    if work.note is not None:
-        running.forget(work.note)
-        work.note = None
-
-
-def _contained(work: HandlerCall, results: Sequence[Any]) -> list[Any]:
-    return list(work.subscribed.subscription.contained(results))
-
-
-def _may_be_passed(work: HandlerCall, result: Any) -> bool:
-    """Whether the message of a call that has failed in a shared transaction may be erased.
-
-    Such a call runs again alone, because only then can its message be passed over.
-    """
-    row = work.items[0].row
-    if row is None or not isinstance(result, Exception):
-        return False
-    return str(row[CONTENT_TYPE]).startswith(OWN_CONTENT_TYPES)
-
-
-_OVER: Final = "the time limit of the message was over before this attempt"
-
-
-def _is_over(item: FetchedEntry) -> bool:
-    """Whether the time limit of the message is over, so that no attempt may begin."""
-    return item.ends_at is not None and time.monotonic() >= item.ends_at
-
-
-def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
-    """Return how long (seconds) each message has waited for its first attempt.
-
-    The wait begins when the message is published or due, whichever is later, by this machine's clock.
-    """
-    since = [
-        max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))
-        for delivery in deliveries
-        if delivery.attempt == 1
-    ]
-    return [max(0.0, now - moment.timestamp()) for moment in since]

@@ -1,20 +1,33 @@
-"""The dispatching thread fetches messages, starts calls, collects results, and stores offsets.
+"""The dispatching thread: its loop, and its work: it fetches, starts calls, collects results, and stores offsets.
 
-Only the dispatching thread changes the queues of its process.
+    handler threads  <->  dispatching thread (`ConsumerSession.loop`)  <->  coordinator (leases)
+                              fetches, stores offsets                        heartbeats, rebalances
+
+A `ConsumerSession` has the connection and the loop. At each round it leads (outbox/broker/leading.py) if this process
+does, and then calls `Dispatcher.step`. Only the dispatching thread changes the queues of its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import select
+import socket
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import Final
+from typing import Final, Protocol
 from uuid import UUID
 
-from outbox.broker.consumer.call import HandlerCall, Result, RunCall, TimedOut
+import psycopg
+
+from outbox.broker.consumer import running_calls
+from outbox.broker.consumer.call import HandlerCall, Result, TimedOut
+from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.fetch import (
     BODY,
     KEY,
@@ -48,19 +61,30 @@ from outbox.broker.consumer.results import (
     record_failures,
     record_left,
 )
-from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionRunner
+from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.scheduler import Caller, Calls, RunCall, Scheduler
+from outbox.broker.consumer.subscription_runner import STUCK_LIMIT, SubscriptionRunner
+from outbox.broker.database import timeouts
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.sender import RoundTrip
-from outbox.broker.groups import lives, offsets
+from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
+from outbox.broker.database.sender import AfterTick, RoundTrip
+from outbox.broker.groups import lives, members, offsets, registration
 from outbox.broker.groups.leases import QueueKey, lease_clock
 from outbox.broker.log.consume_queue import heads
-from outbox.errors import BrokerError
-from outbox.ports import Disposition
-from outbox.utils import faults
+from outbox.broker.log.failing import FailureNote
+from outbox.broker.schema import install
+from outbox.codec import Codecs
+from outbox.errors import BrokerError, BrokerUnavailable
+from outbox.ports import AnyHandler, ClaimingInvoker, Disposition, Invoker, SharingInvoker
+from outbox.subscription import Subscription
+from outbox.utils import faults, heartbeat
 
 logger = logging.getLogger(__name__)
 
 _ROW: Final = attrgetter("row")
+_QUEUE: Final = attrgetter("queue")
+_HANDLED_ALONE: Final = {id(Disposition.HANDLED)}
 _OFFSET: Final = itemgetter(OFFSET)
 _BODY: Final = itemgetter(BODY)
 _SECONDS_LEFT: Final = itemgetter(SECONDS_LEFT)
@@ -341,7 +365,7 @@ class Dispatcher:
         subscribed = [one for group in groups for one in group.subscribed.values()]
         self.scheduler: Final = Scheduler([one.subscription for one in subscribed], run, threads)
         self._runners = {
-            one.key: SubscriptionRunner(one, self.scheduler, sharing_calls=sharing_calls) for one in subscribed
+            one.key: SubscriptionRunner(one, self.scheduler.lock, sharing_calls=sharing_calls) for one in subscribed
         }
         self._ownership = ownership
         self._life: UUID | None = None
@@ -651,23 +675,31 @@ class Dispatcher:
             item.queue.returned()
         runner = self._runners[work.subscribed.key]
         was_outage = runner.outage.resume_at is not None
-        booked = book(work, results, runner.outage)
-        if self._quarantine.held is not None:
-            self._quarantine.over(work, results, booked.again)
-        self._over.append((work, booked.again))
-        self._failed += booked.failed
-        self._waiting += booked.waiting
-        for queue in booked.lost:
-            self._lose(queue)
-        if booked.all_handled:
+        again: set[int] = set()
+        # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+        all_handled = set(map(id, results)) == _HANDLED_ALONE
+        if all_handled:
+            for queue, items in groupby(work.items, _QUEUE):
+                if queue.phase is not Phase.LOST:
+                    queue.window.finish_all([item.offset for item in items], EntryOutcome.HANDLED)
+            now = time.monotonic()
+            runner.outage.succeeded(now, now if work.started_at is None else work.started_at)
             self.counts["handled"] += len(results)
         else:
+            booked = book(work, results, runner.outage)
+            again = booked.again
+            self._failed += booked.failed
+            self._waiting += booked.waiting
+            for queue in booked.lost:
+                self._lose(queue)
             for report in runner.reports:
                 report.note(results)
-            # Compare by identity: an error of a handler may define `__eq__`, which may raise.
             self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
             self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
-        if was_outage or not booked.all_handled:
+        if self._quarantine.held is not None:
+            self._quarantine.over(work, results, again)
+        self._over.append((work, again))
+        if was_outage or not all_handled:
             self._to_report.add(runner)
         for item in work.items:
             if item.queue.phase is not Phase.LOST:
@@ -786,3 +818,390 @@ class Dispatcher:
                     self._lose(queue)
         self._store_at = now + STORE_SECONDS
         self._dirty.clear()
+
+
+# -- waking the dispatching thread -----------------------------------------------------------------
+#
+# Other threads use a `WakeUp` to wake the dispatching thread, which waits on a socket.
+
+
+class WakeUp:
+    """`set` makes `socket` readable until `clear`. A second `set` before `clear` does nothing."""
+
+    def __init__(self) -> None:
+        self.socket, self._sender = socket.socketpair()
+        self.socket.setblocking(False)
+        self._sender.setblocking(False)
+        self._is_set = False
+
+    def set(self) -> None:
+        """Wake the waiting thread. The caller first stores the data that this thread should see."""
+        if not self._is_set:
+            self._is_set = True
+            # If the socket is full or closed, the waiting thread is already awake or has ended.
+            with contextlib.suppress(OSError):
+                self._sender.send(b"!")
+
+    def wait(self, seconds: float) -> None:
+        """Wait until another thread calls `set`, at most `seconds`."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        poller.poll(seconds * 1000)
+
+    def clear(self) -> None:
+        """Make the socket ready for the next `set`. The caller looks for work after this call."""
+        try:  # noqa: SIM105 (`suppress` takes three frames, at each wait)
+            # The socket never holds more than 64 bytes.
+            self.socket.recv(64)
+        except OSError:
+            pass
+        # Reset the flag last. If the flag were reset first, the `recv` above could remove the byte of a new `set`, and
+        # all later calls of `set` would be ignored.
+        self._is_set = False
+
+    def close(self) -> None:
+        """Release the sockets."""
+        self.socket.close()
+        self._sender.close()
+
+
+# -- one membership of this process in its groups --------------------------------------------------
+#
+# A `ConsumerSession` is one membership of this process in its groups. A session has the connection and the loop around
+# the dispatcher.
+
+
+# If no notification arrives, the process looks at its queues at this interval (seconds). The first constant applies to
+# a connection with LISTEN, and the second constant to a connection without LISTEN.
+_LISTENING_POLL_SECONDS: Final = 3.0
+_POLL_SECONDS: Final = 1.0
+_THREADS_SECONDS: Final = 2.0
+# The loop beats at this interval (seconds), and after each failure.
+_BEAT_SECONDS: Final = 0.5
+
+
+class SessionTask(Protocol):
+    """Work besides consuming that the dispatching thread of a consumer process does on its listening connection."""
+
+    def begin(self, run: Executor, instance: uuid.UUID) -> None:
+        """Begin the work on a new connection."""
+
+    def lead(
+        self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
+    ) -> str | None:
+        """Do a limited amount of due work. Return the ids of the queues that have grown: '' for any, None for none.
+
+        `decided` says that a notification on Channel.DECIDED has arrived. `after` is the fetch that may share the round
+        trip of a tick.
+
+        Raises only psycopg.Error, and only if the connection is lost.
+        """
+
+    def wait_seconds(self) -> float:
+        """Return how many seconds the caller may wait for a notification before work is due."""
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the caller should wait a moment before it reads notifications."""
+
+    def interrupted(self) -> None:
+        """Note that the connection is lost."""
+
+    def end(self, run: Executor) -> None:
+        """Stop this work, so that another process can continue the work at once.
+
+        Raises psycopg.Error. The caller calls this method before it stops or gives up its connection.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What all memberships of a process have in common (see `ConsumerRuntime`). `note`: reports what fails in them."""
+
+    database: BrokerDatabase
+    subscriptions: Sequence[tuple[Subscription, AnyHandler]]
+    note: FailureNote
+    invoker: Invoker
+    codecs: Codecs
+    lease_seconds: float
+    share: SharingInvoker | None
+    sharing_calls: int
+    threads: int | None
+    claim: ClaimingInvoker | None
+    claims_seconds: float
+
+    def register(self, run: Executor, instance: UUID) -> list[ConsumingGroup]:
+        """Register this process in its groups.
+
+        Raises UnknownTopic, InvalidSubscription, InvalidFilter, InconsistentSubscription or SchemaError.
+        """
+        install.check_schema(run.connection, run.schema)
+        members.release_the_ended(run)
+        found: dict[str, ConsumingGroup] = {}
+        for subscription, handler in self.subscriptions:
+            ids = registration.register(run, subscription, instance=instance)
+            group = found.setdefault(
+                subscription.group,
+                ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast),
+            )
+            group.subscribe(subscription, handler, ids.topic_id)
+        return list(found.values())
+
+
+class ConsumerSession:
+    """One membership of this process in its groups.
+
+    The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of
+    `SessionOptions.register`.
+
+    `noted_in` is the file in which an earlier session of this process noted its calls. The parent process gives
+    each consumer process only one file for notes.
+    """
+
+    def __init__(
+        self, options: SessionOptions, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
+    ) -> None:
+        self._options = options
+        self._database = database = options.database
+        self._poll_seconds = _POLL_SECONDS
+        self.wake_up = WakeUp()
+        self._run: Executor | None = None
+        self._announcements: Announcements | None = None
+        self._polled_at = 0.0
+        # The ids of the queues that have grown; None if any queue may have grown.
+        self._grown: set[int] | None = None
+        self._is_new = True
+        self._decided = False
+        # Whether the dispatcher has made a step on this connection. Before the first step, this process does not lead,
+        # because the step may fail on this connection.
+        self._has_stepped = False
+        self._session_task = session_task
+        self._instance = instance = uuid.uuid4()
+        try:
+            groups = options.register(self._connected(), instance)
+        except BaseException:
+            self._disconnect()
+            self.wake_up.close()
+            raise
+        self._ownership = Ownership(self.wake_up.set)
+        self.coordinator = Coordinator(
+            database,
+            instance,
+            groups,
+            self._ownership,
+            lease_seconds=options.lease_seconds,
+            report=lambda: self.dispatcher.calls.report(),
+        )
+        self.running_calls = noted_in or _running_calls(instance, groups)
+        if noted_in is not None:
+            noted_in.go_on_as(instance)
+        caller = Caller(
+            options.invoker,
+            options.codecs,
+            self._finished,
+            self.running_calls,
+            options.share,
+            claim=options.claim,
+            wake=self.wake_up.set,
+        )
+        self.dispatcher = Dispatcher(
+            instance,
+            groups,
+            self._ownership,
+            caller.run,
+            lease_seconds=options.lease_seconds,
+            sharing_calls=options.sharing_calls,
+            threads=options.threads,
+        )
+
+    @property
+    def has_to_end(self) -> bool:
+        """Whether too many handlers hang, or the process needs a new session.
+
+        A new session is needed if the broker was restored to a time before the registration of this session.
+        """
+        return self._ownership.is_outdated or self.dispatcher.hung != ""
+
+    def begin_pass(self) -> None:
+        """Acquire queues, and from now on fetch only the messages that are in the queues now."""
+        self.coordinator.run_once(self._lent())
+        self.dispatcher.bound(self._run_in_current_life())
+        self.coordinator.start(after_a_round=True)
+
+    def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
+        """Make steps and wait between them, until the function `until` returns True after a step.
+
+        If `patient` is true, the loop pauses after a database error, and then tries again.
+        """
+        failures, beat_at = 0, 0.0
+        while True:
+            try:
+                self._step()
+                if (now := time.monotonic()) >= beat_at:
+                    heartbeat.beat(ready=True)
+                    self._options.note.worked()
+                    beat_at = now + _BEAT_SECONDS
+                if until():
+                    return
+                self._wait(self._polled_at + self._poll_seconds - time.monotonic())
+                failures = 0
+            except (psycopg.Error, BrokerUnavailable) as error:
+                if not patient:
+                    raise
+                self._disconnect()
+                if until():
+                    return
+                failures, beat_at = failures + 1, 0.0
+                heartbeat.beat(ready=False)
+                self._options.note.failed(error)
+                pause = RECONNECT.pause_seconds(failures)
+                logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
+                self.wake_up.wait(pause)
+                self.wake_up.clear()
+
+    def finish(self) -> None:
+        """Let running handlers finish, store offsets, release the leases, and leave the groups.
+
+        The end of a session takes at most the timeout of the handlers.
+        """
+        session_task, self._session_task = self._session_task, None
+        if session_task is not None and self._run is not None:
+            with contextlib.suppress(psycopg.Error):
+                session_task.end(self._run)
+        self.dispatcher.drain(claims_seconds=self._options.claims_seconds)
+        give_up_at = time.monotonic() + self._options.lease_seconds
+
+        def over() -> bool:
+            # Without a database, this process cannot store or release anything, so it ends and its leases expire.
+            lost = self._run is None and time.monotonic() > give_up_at
+            return self.dispatcher.is_drained or (lost and not self.dispatcher.calls.any_running)
+
+        self.loop(until=over)
+        self.coordinator.stop(self._lent())
+        self.dispatcher.scheduler.stop(within_seconds=_THREADS_SECONDS)
+        self._disconnect()
+        self.wake_up.close()
+
+    def _finished(self, work: HandlerCall) -> None:
+        if self.dispatcher.calls.finished(work):
+            self.wake_up.set()
+
+    def _step(self) -> None:
+        run = self._run
+        if run is None or self._is_new or self._announcements is None:
+            run = self._run_in_current_life()
+        session_task, announcements = self._session_task, self._announcements
+        if self._has_stepped and session_task is not None and announcements is not None:
+            decided, self._decided = self._decided, False
+            ahead = self.dispatcher.fetch_ahead
+            # Rows of a tick whose step has failed. The entries stay in the queues, and a later fetch reads them again.
+            ahead.rows = []
+            # Notifications that arrive during the tick wait until the rows of its fetch are used. If one of another
+            # leader were noted before, these rows would hide that its queue has grown again.
+            if (found := session_task.lead(run, announcements, decided=decided, after=ahead)) is not None:
+                self._note_grown(found)
+        now = time.monotonic()
+        grown, self._grown = self._grown, set()
+        if grown is None or now - self._polled_at >= self._poll_seconds:
+            grown, self._polled_at = None, now
+        self.dispatcher.step(run, grown)
+        self._has_stepped = True
+
+    def _wait(self, longest: float) -> None:
+        """Wait until a wake-up or a notification arrives, or until work is due."""
+        # Without LISTEN this process would lead too slowly, so it leaves the lead to another process.
+        session_task = self._session_task if self._announcements is not None else None
+        if session_task is not None:
+            longest = 0.0 if self._decided else min(longest, session_task.wait_seconds())
+        seconds = self.dispatcher.wait_seconds(max(0.0, longest))
+        if self._announcements is None or (session_task is not None and session_task.is_gathering):
+            self.wake_up.wait(seconds)
+        elif arrived := self._announcements.wait(seconds, self.wake_up.socket):
+            self._note_announcements(arrived)
+        self.wake_up.clear()
+
+    def _note_announcements(self, arrived: Mapping[str, Collection[str]]) -> None:
+        schema = self._database.schema
+        if Channel.SHARED.name_in(schema) in arrived:
+            self._ownership.wake_coordinator()
+        self._decided |= Channel.DECIDED.name_in(schema) in arrived
+        for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
+            self._note_grown(queue_ids)
+
+    def _note_grown(self, queue_ids: str) -> None:
+        # Any database session may send a notification. If its payload is not a list of ids, look at all queues.
+        if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
+            self._grown = None
+        else:
+            self._grown.update(map(int, queue_ids.split()))
+
+    def _run_in_current_life(self) -> Executor:
+        """Return the connection. If the server has begun a new life, first make the dispatcher drop its older data."""
+        run = self._connected()
+        # Behind a pooler there is no LISTEN, and a connection may stay open when the server restarts. So read the life
+        # of the server at each call of this method.
+        if self._is_new or self._announcements is None:
+            self.dispatcher.enter_life(lives.current(run))
+            self._is_new = False
+        return run
+
+    def _lent(self) -> BrokerConnection | None:
+        """Return the connection that the coordinator may use while this thread waits for it."""
+        connection = self._run.connection if self._run is not None else None
+        return connection if isinstance(connection, BrokerConnection) else None
+
+    def _connected(self) -> Executor:
+        """Return the connection of the dispatching thread.
+
+        The connection listens for notifications unless a pooler is in between.
+        """
+        if self._run is None:
+            connection = self._database.connect(name="outbox-consumer", direct=True)
+            run = Executor(connection, self._database.schema)
+            listening = timeouts.lasts(connection)
+            self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
+            try:
+                # While no message is published, this database session is idle for seconds, so the session must have no
+                # timeout that ends an idle session.
+                if timeouts.lift_where_direct(connection):
+                    # If a table stays locked, the lock timeout ends the waiting statement. After this lock timeout, the
+                    # process logs the error and connects again.
+                    timeouts.limit_locks_for_session(connection)
+                if listening:
+                    queued = Channel.QUEUED.name_in(run.schema)
+                    announcements = Announcements(connection, without_own=queued)
+                    listen(run, Channel.QUEUED, Channel.SHARED)
+                    self._announcements = announcements
+                    if self._session_task is not None:
+                        self._session_task.begin(run, self._instance)
+            except BaseException:
+                connection.close()
+                raise
+            # The notifications that were sent while there was no connection are lost, so any queue may have grown.
+            self._grown = None
+            self._run = run
+            self._is_new = True
+        return self._run
+
+    def _disconnect(self) -> None:
+        run, self._run, self._announcements = self._run, None, None
+        self._has_stepped = False
+        if self._session_task is not None:
+            if run is not None and not run.connection.closed:
+                with contextlib.suppress(psycopg.Error):
+                    self._session_task.end(run)
+            self._session_task.interrupted()
+        if run is not None:
+            run.connection.close()
+
+
+def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> RunningCalls | None:
+    subscriptions = [subscribed.subscription for group in groups for subscribed in group.subscribed.values()]
+    # The file needs a slot for each thread and for each hanging call. The process ends as soon as the number of hanging
+    # calls is above the limit, so the file has one slot more than the limit.
+    calls = sum(subscription.threads * (1 + STUCK_LIMIT) + 1 for subscription in subscriptions)
+    try:
+        return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
+    except OSError as error:
+        logger.warning("this process cannot note its calls, so a message that kills it cannot be found: %s", error)
+        return None

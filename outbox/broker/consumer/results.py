@@ -12,8 +12,6 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import groupby
-from operator import attrgetter
 from typing import Final
 from uuid import UUID
 
@@ -71,6 +69,8 @@ logger = logging.getLogger(__name__)
 #   succeed. If messages have at most two attempts, three in a row always suffice, because twenty would be dead letters.
 #
 # If no call has succeeded for a minute, or since the process began, every failed call is a sign, and three are enough.
+# But retries stay without weight if a success has ever refuted their error: when no new messages arrive, the retries of
+# the messages that a trigger refuses are all that is left.
 #
 # A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
 # delays of one message together. After this longest time, failures count as attempts again, so each message finally
@@ -185,17 +185,26 @@ class Outage:
         return self._pause(error, now, pause_seconds)
 
     def failed(
-        self, messages: Iterable[Hashable], error: str, now: float, cause: str = "", *, is_biased: bool = False
+        self,
+        messages: Iterable[Hashable],
+        error: str,
+        now: float,
+        cause: str = "",
+        *,
+        is_batch: bool = False,
+        is_retried: bool = False,
     ) -> float | None:
         """Record that a call with these messages has failed.
 
         `error` is shown to operators. Failures belong together if they have the same `cause`, by default the error.
-        `is_biased`: the call begins no outage while other calls succeed. Return the end of the pause, or None if the
-        failure counts as an attempt.
+        `is_batch`: the call has several messages. `is_retried`: all its messages have failed before. Such calls begin
+        no outage while others succeed. Return the end of the pause, or None if the failure counts as an attempt.
         """
         cause = cause or error
-        if is_biased and self.resume_at is None and _is_recent(self._succeeded_at, now):
-            return None
+        if self.resume_at is None:
+            while_others_succeed = _is_recent(self._succeeded_at, now)
+            if (is_batch and while_others_succeed) or (is_retried and (while_others_succeed or cause in self._refuted)):
+                return None
         if cause != self._cause:
             if not self._lasts_as_asked(now):
                 self._reset(now)
@@ -643,11 +652,6 @@ def postpone(run: Executor, work: HandlerCall) -> None:
 # message counts as a failed attempt.
 
 
-_QUEUE: Final = attrgetter("queue")
-_OFFSET: Final = attrgetter("offset")
-_HANDLED_ALONE: Final = {id(Disposition.HANDLED)}
-
-
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
 
 
@@ -656,30 +660,21 @@ class CallOutcome:
     """The unfinished messages of a call, and the queues whose lease is over.
 
     `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `waiting`: the
-    messages that leave their queues for a time. `lost`: the queues whose lease is over. `all_handled`: whether the
-    handler has handled all messages of the call.
+    messages that leave their queues for a time. `lost`: the queues whose lease is over.
     """
 
     failed: list[Failed] = field(default_factory=list)
     again: set[int] = field(default_factory=set)
     waiting: list[Waiting] = field(default_factory=list)
     lost: list[OwnedQueue] = field(default_factory=list)
-    all_handled: bool = False
 
 
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
-    """Mark the handled messages of a call as finished, and return the unfinished messages."""
-    # Compare by identity: an error of a handler may define `__eq__`, which may raise.
-    booked = CallOutcome(all_handled=set(map(id, results)) == _HANDLED_ALONE)
-    if booked.all_handled:
-        offsets: dict[OwnedQueue, list[int]] = {}
-        for queue, items in groupby(work.items, _QUEUE):
-            offsets.setdefault(queue, []).extend(map(_OFFSET, items))
-        for queue, handled in offsets.items():
-            if queue.phase is not Phase.LOST:
-                queue.window.finish_all(handled, EntryOutcome.HANDLED)
-        _succeeded(work, results, outage)
-        return booked
+    """Mark the handled messages of a call as finished, and return the unfinished messages.
+
+    If the handler has handled all messages of the call, the dispatching thread books it without this function.
+    """
+    booked = CallOutcome()
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
         queue = item.queue
@@ -791,9 +786,9 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
     elif isinstance(error, HandlerNotStarted) or is_refused(error):
         until = outage.not_started(text, now)
     elif _is_unexplained(work.subscribed.subscription, error):
-        is_biased = len(items) > 1 or all(item.retries or item.in_place for item in items)
+        is_retried = all(item.retries or item.in_place for item in items)
         messages = [(item.queue.key, item.offset) for item in items]
-        until = outage.failed(messages, text, now, cause_of(error), is_biased=is_biased)
+        until = outage.failed(messages, text, now, cause_of(error), is_batch=len(items) > 1, is_retried=is_retried)
         if until is not None and len(items) > 1:
             # If each batch has a message that always fails, only a smaller call can end the outage.
             divide(items, (len(items) + 1) // 2)

@@ -1,10 +1,8 @@
-"""Which call runs when, in which of the handler threads of the process.
+"""Which call runs when, in which of the handler threads of the process, and how a thread runs it.
 
-    dispatching thread ──► SubscriptionCalls: waiting calls ──► Scheduler: handler threads ──► Caller.run
-              ▲                                                                                    │
-              └──────────────────── Calls: finished, timed out, abandoned ◄───────────────────────┘
-
-Each subscription has a `SubscriptionRunner`, which holds its lanes, its calls and its `Outage`.
+dispatching thread ──► SubscriptionCalls: waiting calls ──► Scheduler: handler threads ──► Caller.run
+          ▲                                                                                    │
+          └──────────────────── Calls: finished, timed out, abandoned ◄───────────────────────┘
 """
 
 from __future__ import annotations
@@ -15,121 +13,40 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import Context
 from functools import partial
 from operator import itemgetter
-from typing import Any, Final, Protocol
-from uuid import UUID
+from types import TracebackType
+from typing import Any, Final, TypeAlias
 
-from outbox import hooks
-from outbox.broker.consumer.call import NOT_STARTED, HandlerCall, Result, RunCall, Sharing, may_join
-from outbox.broker.consumer.fetch import MESSAGE_ID
-from outbox.broker.consumer.lanes import ConcurrentLane, FetchedEntry, Lane, OrderedLane
+from outbox import passing_over, tracing
+from outbox.broker.consumer.call import NOT_STARTED, HandlerCall, Result, SharedCalls, Sharing, TimedOut, may_join
+from outbox.broker.consumer.fetch import (
+    BODY,
+    CONTENT_TYPE,
+    HEADERS,
+    LOG_ID,
+    MESSAGE_ID,
+    NO_HEADERS,
+    deliver,
+    unreadable,
+)
+from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
-from outbox.broker.consumer.results import Outage
-from outbox.broker.database.executor import Executor
-from outbox.broker.groups import members
+from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.subscription_runner import STUCK_LIMIT, SubscriptionCalls, SubscriptionRunner
 from outbox.broker.groups.members import CallReport, CallsReport
-from outbox.errors import HandlerTimedOut, LeaseLost, OutboxError
-from outbox.ports import Disposition
-from outbox.subscription import Mode, Subscription, threads_of
+from outbox.codec import OWN_CONTENT_TYPES, Codecs
+from outbox.errors import HandlerNotStarted, HandlerTimedOut, LeaseLost, OutboxError, UndecodableBody
+from outbox.message import Delivery, Message
+from outbox.ports import AnyHandler, ClaimedElsewhere, ClaimingInvoker, Disposition, Invoker, RunAlone, SharingInvoker
+from outbox.subscription import Subscription, threads_of
+from outbox.utils import faults, fence, log_context, measures
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
-
-
-# -- the calls of a subscription -------------------------------------------------------------------
-
-
-# For each thread, up to this number of further calls wait. So a thread that has finished a call gets the next one at
-# once.
-_AHEAD_SINGLE: Final = 3
-_AHEAD_BATCH: Final = 1
-# Of calls that share transactions, a thread takes several at once.
-_AHEAD_SHARED: Final = 7
-# A subscription with N threads replaces at most N times this number of stuck threads.
-STUCK_LIMIT: Final = 4
-
-
-class SubscriptionCalls:
-    """The calls of one subscription in this process, of which up to `threads` run at the same time."""
-
-    def __init__(
-        self, name: str, threads: int, lock: threading.Lock, *, batches: bool = False, sharing: Sharing | None = None
-    ) -> None:
-        self.name: Final = name
-        self.sharing: Final = sharing
-        self._threads: Final = threads
-        self._ahead: Final = _AHEAD_BATCH if batches else _AHEAD_SINGLE
-        # The number of submitted calls that have not ended. Only the dispatching thread changes it.
-        self.in_hand = 0
-        # At most this number of calls may run; None: as many as there are threads. `usable_threads`: the lower of the
-        # two.
-        self._allowed: int | None = None
-        # Whether `_allowed` has changed, and the threads have not been given the waiting calls since.
-        self.is_allowance_new = False
-        self.usable_threads = threads
-        # The lock of the scheduler protects these. `waiting`: the calls that no thread has taken. `serving`: how many
-        # threads run calls, without those of abandoned calls. `stuck`: the number of threads whose call was abandoned
-        # and has not returned. `taken_at`: the time (time.monotonic) at which a thread last took a call, or at which a
-        # call was added to the empty `waiting`.
-        self._lock: Final = lock
-        self.waiting: Final[deque[HandlerCall]] = deque()
-        self.serving = 0
-        self.stuck = 0
-        self.taken_at = 0.0
-
-    @property
-    def room(self) -> int:
-        """The number of calls that may be submitted now."""
-        if self.stuck and self.frozen:
-            return 0
-        ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
-        return max(0, self.usable_threads * (1 + ahead) - self.in_hand)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more calls may be submitted now."""
-        # With fewer calls than threads, there is room, unless handlers are stuck.
-        return (self.stuck > 0 or self.in_hand >= self.usable_threads) and self.room == 0
-
-    @property
-    def frozen(self) -> bool:
-        """Whether so many handlers are stuck that no more calls start."""
-        return self.stuck > self._threads * STUCK_LIMIT
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no call may start now, however many threads are free."""
-        return self._allowed == 0 or self.frozen
-
-    @property
-    def running(self) -> int:
-        """The number of calls that threads run, with abandoned calls whose handlers still run."""
-        return self.serving + self.stuck
-
-    @property
-    def may_start(self) -> bool:
-        """Whether one more call may start, if a thread is free."""
-        is_allowed = self._allowed is None or self.serving + self.stuck < self._allowed
-        return is_allowed and self.serving < self._threads and not (self.stuck and self.frozen)
-
-    @property
-    def waiting_for_admission(self) -> int:
-        """The number of calls that wait because no more calls are allowed to run."""
-        return len(self.waiting) if self._allowed is not None and self.running >= self._allowed else 0
-
-    def allow(self, number: int | None) -> int:
-        """Let at most this number of calls run at the same time; None: as many as there are threads.
-
-        Return the number of calls that run now. If more calls run than allowed, they continue. An admission calls this
-        method. The dispatching thread then lets threads take waiting calls, at the latest in its next step, even if
-        this one fails meanwhile.
-        """
-        with self._lock:
-            self.is_allowance_new = self.is_allowance_new or number != self._allowed
-            self._allowed = number
-            self.usable_threads = self._threads if number is None else min(self._threads, number)
-            return self.running
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -142,6 +59,10 @@ _BEHIND: Final = 4
 _BEHIND_SECONDS: Final = 0.02
 # If a thread has no call for this time (seconds), it ends and closes its database connections.
 IDLE_SECONDS: Final = 30.0
+
+
+# Runs a call in a handler thread (see `Caller.run`).
+RunCall: TypeAlias = Callable[[HandlerCall, Sharing | None, Callable[[], HandlerCall | None] | None], None]
 
 
 class _IdleThread:
@@ -358,168 +279,6 @@ class Scheduler:
         if not calls.waiting:
             self._queue.pop(calls, None)
         return work
-
-
-# -- admission -------------------------------------------------------------------------------------
-#
-# A part may decide when the calls of a subscription start, beside order, threads and outages: now, not before a time,
-# or when the key is free. Until then a message stays in its lane: it uses no attempt and no thread, and the messages of
-# other subscriptions continue. A part joins with `hooks.add_admission`.
-#
-# What an admission gives is valid for a while (`AdmissionLease`), because other processes get it when this one dies. So
-# the admission renews it in `prepare`, and the handler's thread looks at the lease again before it starts a call.
-
-
-class Admission(Protocol):
-    """Admits the calls of one subscription of this process. Only the dispatching thread uses it."""
-
-    def __init__(self, option: Any, subscribed: Subscribed, calls: SubscriptionCalls, lanes: Sequence[Lane]) -> None:
-        """`option`: the option of the subscription. `calls`: with `calls.allow`, only a number of them run at the same
-        time. `lanes`: the lanes in which the messages wait."""
-
-    def prepare(self, run: Executor, instance: UUID, now: float, *, term_seconds: float, may_start: bool) -> None:
-        """Renew, take and give back what is due; called in every step, before messages are taken from the lanes.
-
-        `run`: a connection in autocommit mode. `term_seconds`: the lease term. `may_start`: whether the dispatching
-        thread starts messages of this subscription now. It must not wait.
-        """
-
-    def admits(self, now: float) -> bool:
-        """Return whether a message may be taken from the lanes now, in the step of the last `prepare`."""
-
-    def spend(self, items: Sequence[FetchedEntry], now: float) -> None:
-        """Record the messages that a call has taken from a lane."""
-
-    def next_at(self, now: float) -> float | None:
-        """Return the next time at which `prepare` or `admits` may have another result; None if there is none."""
-
-    @property
-    def waiting(self) -> int:
-        """The number of messages in the lanes that may wait for this admission."""
-
-    def forget(self) -> None:
-        """Forget all that was given, because the server has begun a new life. Admit nothing before the next renewal."""
-
-
-# -- reports of parts ------------------------------------------------------------------------------
-
-
-class ResultReport(Protocol):
-    """What the calls of one subscription in this process have met, for operators. Only the dispatching thread uses it.
-
-    A part joins with `hooks.add_result_report`.
-    """
-
-    def note(self, results: Sequence[Result]) -> None:
-        """Record the results of a call whose messages are not all handled."""
-
-    def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
-        """Store what has changed since the last call. `key`: the ids of the group and the topic."""
-
-
-# -- subscriptions ---------------------------------------------------------------------------------
-
-
-class SubscriptionRunner:
-    """The lanes, the calls and the outage of one subscription.
-
-    Only the dispatching thread uses this class, but any thread may read `is_running_out`.
-    """
-
-    def __init__(self, subscribed: Subscribed, scheduler: Scheduler, *, sharing_calls: int = 1) -> None:
-        subscription = subscribed.subscription
-        self.subscribed: Final = subscribed
-        self.lane: Final = _lane(subscription)
-        # Messages from the retry queue have given up their order, so they wait in a concurrent lane.
-        self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
-        # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
-        self.lanes: Final = (self.retry_lane, self.lane) if subscribed.ordered else (self.lane,)
-        # In a subscription that is ordered, gets batches or claims messages, each call has its own transaction.
-        shares = sharing_calls > 1 and subscription.batch == 1 and not subscribed.ordered and not subscribed.claims
-        self.calls: Final = SubscriptionCalls(
-            f"{subscription.group}-{subscription.topic}",
-            subscription.threads,
-            scheduler.lock,
-            batches=subscription.batch > 1,
-            sharing=Sharing(sharing_calls) if shares else None,
-        )
-        # None if no option of the subscription decides when its calls start. At most one does.
-        self.admission: Final[Admission | None] = next(
-            (
-                hooks.resolved(hooks.admissions[type(option)])(option, subscribed, self.calls, self.lanes)
-                for option in subscription.options
-                if type(option) in hooks.admissions
-            ),
-            None,
-        )
-        self.outage: Final = Outage(subscription)
-        paths = (hooks.result_reports.get(type(option)) for option in subscription.options)
-        self.reports: Final[list[ResultReport]] = [hooks.resolved(path)() for path in paths if path is not None]
-        # Whether messages may wait in the lanes because no more calls may be submitted.
-        self.backlog = False
-        # The number of pauses of the outage that is stored for operators.
-        self._reported = 0
-
-    @property
-    def is_running_out(self) -> bool:
-        """Whether the handler threads will soon have no call, although messages may wait in the lanes.
-
-        Any thread may read this property.
-        """
-        return self.backlog and len(self.calls.waiting) <= self.calls.usable_threads
-
-    def admits(self, now: float) -> bool:
-        """Return whether another call may be submitted now."""
-        if self.admission is not None and not self.admission.admits(now):
-            return False
-        return not self.calls.is_full and (self.outage.resume_at is None or self.may_call(now))
-
-    def may_call(self, now: float) -> bool:
-        """Return whether an outage allows a call now."""
-        return self.outage.admits(now, running=self.calls.in_hand > 0)
-
-    def next_at(self, now: float) -> float | None:
-        """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
-        such time is known, return None."""
-        if self.calls.is_full and (self.admission is None or self.calls.in_hand > 0):
-            # The end of a call wakes the dispatching thread. A process that admits no call wakes for itself.
-            return None
-        resume_at = self.outage.resume_at
-        if resume_at is not None and resume_at > now:
-            return resume_at
-        if resume_at is not None and self.calls.in_hand > 0:
-            # In an outage only one call runs at a time. The end of that call wakes the dispatching thread.
-            return None
-        earliest: float | None = None
-        for lane in self.lanes:
-            at = lane.next_at()
-            if at is not None and (earliest is None or at < earliest):
-                earliest = at
-        return earliest
-
-    def report(self, run: Executor, instance: UUID) -> None:
-        """Store for operators what has changed since the last call: whether there is an outage, and what parts tell."""
-        key, outage = self.subscribed.key, self.outage
-        if (pauses := outage.pauses) != self._reported:
-            if pauses:
-                now = time.monotonic()
-                ago, pause = now - outage.since, (outage.resume_at or now) - now
-                members.report_outage(run, instance, *key, outage.error, seconds_ago=ago, pause_seconds=pause)
-            else:
-                members.end_outage(run, instance, *key, has_succeeded=outage.has_succeeded)
-            self._reported = pauses
-        for one in self.reports:
-            one.report(run, instance, key)
-
-
-def _lane(subscription: Subscription) -> Lane:
-    if subscription.mode is not Mode.CONCURRENT:
-        return OrderedLane(subscription.batch, by_key=subscription.mode is Mode.KEY_ORDERED)
-    for option in subscription.options:
-        if option.has_lane:
-            lane: Lane = hooks.resolved(hooks.lanes[type(option)])(option)
-            return lane
-    return ConcurrentLane(subscription.batch)
 
 
 # -- running calls ---------------------------------------------------------------------------------
@@ -819,3 +578,352 @@ class Calls:
         if back is not None:
             back = [item for item in back if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)]
             work.lane.end(work.items, back)
+
+
+# -- a call in its thread --------------------------------------------------------------------------
+#
+# A handler thread calls the handler with decoded bodies, inside a fence. An error becomes the result of its message.
+
+
+# A thread waits at most this time (seconds) until the others have decoded.
+_TURN_SECONDS: Final = 0.05
+
+
+class Caller:
+    """Runs a call, stores the results in the call object, and passes this object to `finished`."""
+
+    def __init__(
+        self,
+        invoker: Invoker,
+        codecs: Codecs,
+        finished: Callable[[HandlerCall], None],
+        running: RunningCalls | None = None,
+        share: SharingInvoker | None = None,
+        claim: ClaimingInvoker | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._invoker = invoker
+        self._share = share
+        self._claim = claim
+        self._wake = wake
+        self._codecs = codecs
+        self.finished: Final = finished
+        self._running = running
+        # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
+        # time. If several threads decoded, the dispatching thread would wait one switch interval for each of these
+        # threads. Codecs may be code of the project: if one hangs, the other threads decode without their turn.
+        self._decoding = threading.Lock()
+        # For each subscription, a function that makes the body for its handler once more.
+        self._decoders: dict[Subscribed, Callable[[Message], Any]] = {}
+
+    def run(
+        self, work: HandlerCall, sharing: Sharing | None, take: Callable[[], HandlerCall | None] | None = None
+    ) -> None:
+        """Call the handler for the messages of this call that may be started now.
+
+        With `take`, which returns a further waiting call or None, run such calls in the same transaction. `sharing`:
+        whether the calls of the subscription may ever share a transaction.
+        """
+        if take is not None and sharing is not None:
+            self._run_shared(SharedCalls(work, sharing, take, self), sharing)
+            return
+        self._run_alone(work, sharing)
+        self.finished(work)
+
+    def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
+        try:
+            # Context variables that a handler leaves behind, and with them Django's active language and time zone, must
+            # not reach the next message of this thread.
+            results = Context().run(self._call, work, sharing)
+        except BaseException as error:
+            # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
+            logger.error(
+                "calling the handler of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
+            )
+            results = [error] * len(work.items)
+        work.results = _contained(work, results)
+
+    def _run_shared(self, shared: SharedCalls, sharing: Sharing) -> None:
+        """Run the first call and the calls that join its transaction. If the transaction does not commit a call, run
+        this call again in its own transaction."""
+        results: list[Result | RunAlone]
+        try:
+            results = Context().run(self._call, shared.calls[0], sharing, shared)
+        except BaseException as error:
+            logger.error(
+                "calling the handler of group %r failed",
+                shared.calls[0].subscribed.subscription.group,
+                exc_info=printable(error),
+            )
+            results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
+        # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+        if id(RunAlone.RUN_ALONE) in map(id, results):
+            sharing.failed()
+        elif len(shared.calls) > 1:
+            sharing.worked()
+        for work in shared.calls:
+            work.started_at = None
+        for work, result in zip(shared.calls, results, strict=True):
+            if result is not RunAlone.RUN_ALONE and not _may_be_passed(work, result):
+                work.results = _contained(work, [result])
+            elif work.is_given_up:
+                # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
+                work.results = [NOT_STARTED]
+            else:
+                self._run_alone(work, sharing)
+            self.finished(work)
+
+    def _call(self, work: HandlerCall, sharing: Sharing | None, shared: SharedCalls | None = None) -> list[Any]:
+        """Return the results of the call, followed by the results of the calls that have joined its transaction.
+
+        The context (contextvars) of the caller ends with the call.
+        """
+        work.started_at = time.monotonic()
+        work.commits = False
+        faults.point("consumer.before_handler")
+        results: list[Any] = [NOT_STARTED] * len(work.items)
+        deliveries, places = self._deliveries_in_turn(work, results)
+        if not deliveries:
+            return results
+        attempt = work if shared is None else shared
+        fence.begin(attempt.fence_reason, attempt.committing)
+        with _Observed(work, deliveries, places, self._running) as observed:
+            outcomes: Sequence[Any]
+            subscribed = work.subscribed
+            subscription, handler, generation = subscribed.subscription, subscribed.handler, subscribed.group.generation
+            claim = self._claim if subscribed.claims else None
+            if sharing is not None:
+                handler = sharing.timed(handler)
+            if claim is not None:
+                outcomes = self._invoke_claiming(claim, work, deliveries, handler)
+            elif shared is None or self._share is None:
+                outcomes = self._invoker(subscription, handler, deliveries, generation=generation)
+            else:
+                outcomes = self._share(subscription, handler, deliveries[0], shared, generation=shared.generation)
+            if shared is None and isinstance(outcomes[0], Exception) and passing_over.is_to_pass(deliveries, outcomes):
+                outcomes = self._pass_over(claim, work, deliveries, outcomes[0])
+            observed.outcomes = outcomes
+        joined = len(shared.calls) - 1 if shared is not None else 0
+        if len(outcomes) != len(places) + joined:
+            raise OutboxError(
+                f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
+                f"{work.subscribed.group.name!r}: it must return one result per delivery."
+            )
+        if len(places) == len(results):
+            return list(outcomes)
+        for place, outcome in zip(places, outcomes, strict=False):
+            results[place] = outcome
+        return [*results, *outcomes[len(places) :]]
+
+    def _pass_over(
+        self, claim: ClaimingInvoker | None, work: HandlerCall, deliveries: Sequence[Delivery], error: object
+    ) -> Sequence[Any]:
+        """Call the invoker for erased messages at which the handler has failed, with a handler that does nothing."""
+        passing_over.report(deliveries, error)
+        if claim is not None:
+            return self._invoke_claiming(claim, work, deliveries, passing_over.do_nothing)
+        subscribed, handler = work.subscribed, passing_over.do_nothing
+        return self._invoker(subscribed.subscription, handler, deliveries, generation=subscribed.group.generation)
+
+    def _invoke_claiming(
+        self, claim: ClaimingInvoker, work: HandlerCall, deliveries: Sequence[Delivery], handler: AnyHandler
+    ) -> Sequence[Disposition | Exception | ClaimedElsewhere]:
+        subscribed = work.subscribed
+        [delivery] = deliveries
+
+        def claimed(term_seconds: float) -> None:
+            if _is_over(work.items[0]):
+                raise TimedOut(_OVER)
+            work.claimed(term_seconds)
+            # The dispatching thread may sleep for longer than the message stays in its queue.
+            self._wake()
+
+        generation = subscribed.group.generation
+        return [claim(subscribed.subscription, handler, delivery, claimed, generation=generation)]
+
+    def deliver_joined(self, work: HandlerCall) -> Delivery | None:
+        """Return the delivery of a call that joins a transaction. If its handler cannot be called, store the result."""
+        results: list[Result] = [NOT_STARTED]
+        try:
+            deliveries, _ = self._deliveries_in_turn(work, results)
+        except BaseException as error:
+            logger.error(
+                "decoding a message of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
+            )
+            deliveries, results = [], [error]
+        if deliveries:
+            return deliveries[0]
+        work.results = _contained(work, results)
+        return None
+
+    def joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> AbstractContextManager[object]:
+        """The context in which the handler runs for `work`, a call that has joined the transaction of `previous`."""
+        if self._running is not None:
+            _forget(previous, self._running)
+        faults.point("consumer.before_handler")
+        return _Observed(work, [delivery], [0], self._running)
+
+    def _decoder(self, subscribed: Subscribed) -> Callable[[Message], Any]:
+        decoder = self._decoders[subscribed] = subscribed.subscription.decoder(self._codecs.decode)
+        return decoder
+
+    def _deliveries_in_turn(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
+        """Do the same as `_deliveries`, while no other thread decodes, unless it takes long."""
+        has_turn = self._decoding.acquire(timeout=_TURN_SECONDS)
+        try:
+            return self._deliveries(work, results)
+        finally:
+            if has_turn:
+                self._decoding.release()
+
+    def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
+        """Return the deliveries and their places in the call.
+
+        If a body cannot be decoded, or the key of its subject cannot be read now, the error becomes the result of the
+        message. If the time limit of a message is over, the result of the message is TimedOut. If only newer code can
+        read the message, the result is NeedsNewerCode.
+        """
+        subscribed = work.subscribed
+        group, topic, reader = subscribed.group.name, subscribed.subscription.topic, subscribed.reader
+        decode = self._codecs.decode
+        decode_again = self._decoders.get(subscribed) or self._decoder(subscribed)
+        # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
+        # with an expired lease.
+        lease = subscribed.admission_lease
+        is_admitted = lease is None or lease.admits(work.admission_epoch)
+        claims = self._claim is not None and subscribed.claims
+        startable: dict[OwnedQueue, bool] = {}
+        deliveries: list[Delivery] = []
+        places: list[int] = []
+        for place, item in enumerate(work.items):
+            if item.queue not in startable:
+                startable[item.queue] = is_admitted and item.queue.may_start()
+            if not startable[item.queue]:
+                continue
+            # A claimed message may be handled already, or its handler may still run. So the claim is asked first.
+            if item.ends_at is not None and not claims and _is_over(item):
+                results[place] = TimedOut(_OVER)
+                continue
+            row = item.row
+            assert row is not None
+            if reason := unreadable(row):
+                results[place] = UndecodableBody(
+                    f"message {row[MESSAGE_ID]} (log id {row[LOG_ID]}) cannot be read: {reason}. A program beside "
+                    "outbox stored this row. Publish the message again with outbox, and discard this dead letter."
+                )
+                continue
+            try:
+                body = decode(row[CONTENT_TYPE], row[BODY])
+                if reader is not None:
+                    body = reader.read(topic, row[HEADERS] or NO_HEADERS, body)
+            except (UndecodableBody, HandlerNotStarted) as error:
+                results[place] = error
+                continue
+            attempt = item.retries + item.in_place + 1
+            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt, decode_again))
+            places.append(place)
+        return deliveries, places
+
+
+class _Observed:
+    """Writes a note, a trace and the measured time of a handler call, and marks the log records of the handler.
+
+    The note is in the file that the parent of this process reads. `outcomes`: the results of the call so far, followed
+    by those of other calls.
+    """
+
+    __slots__ = ("_began_at", "_deliveries", "_places", "_recorder", "_running", "_traced", "_work", "outcomes")
+
+    def __init__(
+        self, work: HandlerCall, deliveries: Sequence[Delivery], places: Sequence[int], running: RunningCalls | None
+    ) -> None:
+        self._work = work
+        self._deliveries = deliveries
+        self._places = places
+        self._running = running
+        self._traced: tuple[AbstractContextManager[tracing.Conclude], tracing.Conclude] | None = None
+        self._recorder = measures.recorder
+        self._began_at = 0.0
+        self.outcomes: Sequence[object] = _HANDLED
+
+    def __enter__(self) -> _Observed:
+        work, deliveries = self._work, self._deliveries
+        log_context.begin(deliveries)
+        if tracing.tracer is not None:
+            traced = tracing.tracer.handling(deliveries)
+            self._traced = traced, traced.__enter__()
+        if self._recorder is not None:
+            self._began_at = time.time()
+        if self._running is not None:
+            log_ids = [row[LOG_ID] for place in self._places if (row := work.items[place].row) is not None]
+            work.note = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._running is not None:
+            _forget(self._work, self._running)
+        outcomes = self.outcomes[: len(self._deliveries)]
+        if self._traced is not None:
+            traced, conclude = self._traced
+            if error is None:
+                conclude(outcomes)
+            traced.__exit__(kind, error, traceback)
+        if self._recorder is not None and error is None:
+            self._measure(self._recorder, outcomes)
+
+    def _measure(self, recorder: measures.Recorder, outcomes: Sequence[object]) -> None:
+        work, began_at = self._work, self._began_at
+        subscription = work.subscribed.subscription
+        # For a claimed message, only the claim tells whether an attempt begins after the time limit.
+        failures = [one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, TimedOut)]
+        took = (work.returned_at or time.time()) - began_at
+        waits, count = _waits(self._deliveries, began_at), len(self._deliveries)
+        recorder.handled(subscription.group, subscription.topic, waits, took, count=count, failures=failures)
+
+
+_HANDLED: Final = (Disposition.HANDLED,)
+
+
+def _forget(work: HandlerCall, running: RunningCalls) -> None:
+    """Remove the note of a call from the file of running calls."""
+    if work.note is not None:
+        running.forget(work.note)
+        work.note = None
+
+
+def _contained(work: HandlerCall, results: Sequence[Any]) -> list[Any]:
+    return list(work.subscribed.subscription.contained(results))
+
+
+def _may_be_passed(work: HandlerCall, result: Any) -> bool:
+    """Whether the message of a call that has failed in a shared transaction may be erased.
+
+    Such a call runs again alone, because only then can its message be passed over.
+    """
+    row = work.items[0].row
+    if row is None or not isinstance(result, Exception):
+        return False
+    return str(row[CONTENT_TYPE]).startswith(OWN_CONTENT_TYPES)
+
+
+_OVER: Final = "the time limit of the message was over before this attempt"
+
+
+def _is_over(item: FetchedEntry) -> bool:
+    """Whether the time limit of the message is over, so that no attempt may begin."""
+    return item.ends_at is not None and time.monotonic() >= item.ends_at
+
+
+def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
+    """Return how long (seconds) each message has waited for its first attempt.
+
+    The wait begins when the message is published or due, whichever is later, by this machine's clock.
+    """
+    since = [
+        max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))
+        for delivery in deliveries
+        if delivery.attempt == 1
+    ]
+    return [max(0.0, now - moment.timestamp()) for moment in since]

@@ -929,8 +929,8 @@ FAILING_MESSAGES: Final = Threshold(
     meaning="Messages of a group have failed at least twice with the same error, and wait for another attempt.",
     next_step="Find out what the messages have in common: a trigger, a constraint or the handler refuses them "
     "(docs/operations/messages.md#database-errors-of-handlers). `outbox_message show ID` shows the attempts of one, "
-    "and the page of retries lists all. After the last attempt, by default 2 h 46 min after the first, they become "
-    "dead letters.",
+    "and the page of retries lists all. After the repair, their next attempts succeed. After the last one, by default "
+    "2 h 46 min after the first, they become dead letters.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.HANDLERS,
     thresholds=(FAILING_MESSAGES,),

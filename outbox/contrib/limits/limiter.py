@@ -18,7 +18,7 @@ from uuid import UUID
 
 from outbox.broker.consumer.lanes import FetchedEntry, Lane
 from outbox.broker.consumer.owned_queue import AdmissionLease, Subscribed
-from outbox.broker.consumer.scheduler import SubscriptionCalls
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.contrib.limits import slots
 from outbox.contrib.limits.declaration import Limits

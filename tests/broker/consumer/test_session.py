@@ -8,10 +8,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from outbox.broker.consumer import coordinator, runtime
+from outbox.broker.consumer import coordinator, dispatcher
+from outbox.broker.consumer.dispatcher import ConsumerSession
 from outbox.broker.consumer.fetch import Fetcher, Row
 from outbox.broker.consumer.owned_queue import OwnedQueue
-from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.message import Delivery
@@ -26,10 +26,10 @@ def test_a_connection_on_which_listening_failed_is_closed(
     def fails(*_: object) -> None:
         raise psycopg.OperationalError("too many notifications in the NOTIFY queue")
 
-    monkeypatch.setattr(runtime, "listen", fails)
+    monkeypatch.setattr(dispatcher, "listen", fails)
     # The error is kept, with everything its frames refer to: no connection is closed by losing its last reference.
     with pytest.raises(psycopg.OperationalError) as kept:
-        ConsumerSession(bench.runtime((Subscription(topic="orders", group="g"), Seen())))
+        ConsumerSession(bench.runtime((Subscription(topic="orders", group="g"), Seen()))._options)
     sessions = (
         "SELECT count(*) FROM pg_stat_activity "
         "WHERE application_name = 'outbox-consumer' AND datname = current_database()"
@@ -41,7 +41,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
 def test_of_many_queues_only_those_that_have_grown_are_read(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
     asked: list[list[int]] = []
     fetch = Fetcher.fetch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.runtime import WakeUp
+from outbox.broker.consumer.dispatcher import WakeUp
 
 
 class SetDuringRecv:

@@ -13,7 +13,7 @@ import pytest
 from outbox import hooks
 from outbox.broker.consumer.lanes import FetchedEntry, Lane
 from outbox.broker.consumer.owned_queue import Subscribed
-from outbox.broker.consumer.scheduler import SubscriptionCalls
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.leases import lease_clock

@@ -264,7 +264,7 @@ def test_messages_that_fail_among_others_are_no_outage() -> None:
         if is_poison:
             assert outage.failed([number], "E: refused", number / 100) is None
             for back in range(4):
-                assert outage.failed([number - back], "E: refused", number / 100, is_biased=True) is None
+                assert outage.failed([number - back], "E: refused", number / 100, is_retried=True) is None
         else:
             outage.succeeded(number / 100)
     assert "111" in "".join(str(int(one)) for one in fails), "chance brings three in a row"
@@ -275,12 +275,12 @@ def test_a_service_that_fails_is_an_outage_after_three_first_attempts() -> None:
     outage.succeeded(0.0)
     assert outage.failed("a", "E: away", 1.0) is None
     # Retries neither belong to the series nor end it.
-    assert outage.failed("r", "F: refused", 1.0, is_biased=True) is None
+    assert outage.failed("r", "F: refused", 1.0, is_retried=True) is None
     assert outage.failed("b", "E: away", 1.0) is None
-    assert outage.failed("s", "E: away", 1.0, is_biased=True) is None
+    assert outage.failed("s", "E: away", 1.0, is_retried=True) is None
     assert outage.failed("c", "E: away", 1.0) == 2.0
     # A probe with retries goes on with it.
-    assert outage.failed("r", "E: away", 2.0, is_biased=True) == 4.0
+    assert outage.failed("r", "E: away", 2.0, is_retried=True) == 4.0
 
 
 def test_a_service_whose_error_a_success_has_refuted_is_an_outage_after_twenty() -> None:
@@ -332,10 +332,18 @@ def test_retries_alone_are_an_outage_if_nothing_has_succeeded_for_a_minute() -> 
     for seconds, began in ((0.0, None), (60.0, 0.0), (59.0, 0.0)):
         outage = Outage(subscribe(retry=RetryPolicy()))
         if began is not None:
-            assert outage.failed("0", "E: away", began) is None
             outage.succeeded(began)
-        ends = [outage.failed(name, "E: away", seconds, is_biased=True) for name in "abc"]
+        ends = [outage.failed(name, "E: away", seconds, is_retried=True) for name in "abc"]
         assert ends == [None, None, None if seconds == 59.0 else seconds + 1.0]
+
+
+def test_retries_are_no_outage_if_a_success_has_ever_refuted_their_error() -> None:
+    """No new message arrives, so only the messages that a trigger refuses are tried. A batch says more than a retry."""
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.failed("0", "E: refused", 0.0) is None
+    outage.succeeded(0.0)
+    assert [outage.failed([number], "E: refused", 100.0, is_retried=True) for number in range(50)] == [None] * 50
+    assert [outage.failed([number], "E: refused", 200.0, is_batch=True) for number in range(3)] == [None, None, 201.0]
 
 
 def test_an_outage_that_begins_again_within_a_minute_continues() -> None:

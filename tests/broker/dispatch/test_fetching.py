@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.consumer import runtime
+from outbox.broker.consumer import dispatcher
 from outbox.broker.consumer.fetch import Fetcher
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.database.connection import BrokerDatabase
@@ -76,7 +76,7 @@ def test_messages_behind_many_others_are_fetched_without_a_wait(
     orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No fetched message fills the buffer, and no handler is called whose end would wake the process."""
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
     orders.publish([Message(topic="orders", tag="other", body=encode({})) for _ in range(4_000)])
     orders.publish([Message(topic="orders", tag="wanted", body=encode({"n": 0}))])
     seen = Seen()

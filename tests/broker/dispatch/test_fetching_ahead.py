@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.consumer import dispatcher, runtime
+from outbox.broker.consumer import dispatcher
 from outbox.broker.consumer.dispatcher import FetchAhead
 from outbox.broker.consumer.fetch import Fetcher, Row
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue, Phase
@@ -29,7 +29,7 @@ from tests.support import eventually
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> LeaderSettings:
     """Nothing is found by polling."""
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
     return LeaderSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
 
 

@@ -17,9 +17,10 @@ import pytest
 
 from outbox import ports
 from outbox.broker.consumer import running_calls
-from outbox.broker.consumer.call import SHORT_SECONDS, Caller, HandlerCall, SharedCalls, Sharing
+from outbox.broker.consumer.call import SHORT_SECONDS, HandlerCall, SharedCalls, Sharing
 from outbox.broker.consumer.running_calls import RunningCalls
-from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionCalls
+from outbox.broker.consumer.scheduler import Caller, Calls, Scheduler
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.codec import Codecs
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
+from outbox.broker.consumer.scheduler import Scheduler
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.subscription import Subscription, threads_of
 from tests.support import eventually
 

@@ -11,7 +11,8 @@ import pytest
 from outbox.broker.consumer.call import HandlerCall
 from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
-from outbox.broker.consumer.scheduler import Calls, Scheduler, SubscriptionRunner
+from outbox.broker.consumer.scheduler import Calls, Scheduler
+from outbox.broker.consumer.subscription_runner import SubscriptionRunner
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery
@@ -34,7 +35,7 @@ class Line:
         )
         self.over = threading.Event()
         self.scheduler = Scheduler([subscription], self._run)
-        self.runner = SubscriptionRunner(self.subscribed, self.scheduler)
+        self.runner = SubscriptionRunner(self.subscribed, self.scheduler.lock)
         self.calls = Calls({self.subscribed.key: self.runner}, self.scheduler)
 
     def _run(self, *_: object) -> None:

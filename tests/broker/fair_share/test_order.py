@@ -10,7 +10,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from outbox import hooks
-from outbox.broker.consumer import runtime
+from outbox.broker.consumer import dispatcher
 from outbox.broker.consumer.fetch import Fetcher, Row
 from outbox.broker.consumer.lanes import FetchedEntry
 from outbox.broker.operations import dead_letters
@@ -45,7 +45,7 @@ def all_fetched(orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> Ca
         return rows
 
     monkeypatch.setattr(Fetcher, "fetch", counted)
-    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatcher, "_LISTENING_POLL_SECONDS", 3600.0)
 
     def wait() -> None:
         with psycopg.connect(orders.url) as connection:

@@ -11,7 +11,8 @@ import pytest
 
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import OwnedQueue
-from outbox.broker.consumer.scheduler import Scheduler, SubscriptionCalls
+from outbox.broker.consumer.scheduler import Scheduler
+from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import changes

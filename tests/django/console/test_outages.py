@@ -202,6 +202,22 @@ def test_messages_that_fail_alike_are_named_with_their_error(world: World, opera
     assert "failing 3 messages: InternalError: order 0 has no address" in line
 
 
+def test_attempts_whose_errors_differ_in_the_row_are_one_entry(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    world.publish(1)
+    [(message_id,)] = world.sql("SELECT message_id::text FROM outbox.commit_log")
+    for number, error in enumerate([refused(1), refused(2), "ValueError: no price\n  raised in ship, ship.py:8"]):
+        world.sql(
+            "INSERT INTO outbox.failure (group_id, log_id, attempt, error) SELECT group_id, log_id, %s, %s"
+            " FROM outbox.consumer_group, outbox.commit_log WHERE consumer_group.name = 'mail'",
+            number, error,
+        )  # fmt: skip
+    failures = page(operator, f"messages/{message_id}/").partition('<ol class="failures">')[2].partition("</ol>")[0]
+    said = text_of(failures)
+    assert re.findall(r"Attempts? [\d to]+ failed", said) == ["Attempts 1 to 2 failed", "Attempt 3 failed"]
+    assert "order 2 has no address" in said and "order 1 has no address" not in said
+
+
 def test_an_outage_has_the_messages_that_fail_with_its_error(world: World) -> None:
     place = failing(world, refused(7))
     world.publish(3)

@@ -220,7 +220,7 @@ def test_groups_are_listed_by_state(world: World, operator: Client) -> None:
 
     assert names("") == names("behind") == names("unattended") == names("nonsense") == ["mail", "points", "stock"]
     assert (names("dead"), names("paused"), names("stopped"), names("failing")) == (["mail"], ["stock"], [], [])
-    tabs = "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 Limited 0 Dead letters 1 No workers 3"
+    tabs = "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 At a limit 0 Dead letters 1 No workers 3"
     assert tabs in text_of(page(operator, "groups/"))
     html = page(operator, "groups/")
     assert forms(html, "resume") == [{"group": "stock"}]

@@ -68,6 +68,8 @@ def _state(row: Row) -> list[object]:
         said.append(badge("paused", "warn"))
     if row.is_outage:
         said.append(badge("outage", "bad"))
+    elif row.retrying:
+        said.append(badge("retrying", "warn"))
     if row.waits_for:
         said.append(badge(f"waits for its {words(row.waits_for)}", "warn"))
     said += [
@@ -95,7 +97,7 @@ _STATES: Final[States] = {
     "failing": ("Failing", lambda row: row.blocked > 0 or row.retrying > 0 or row.is_outage),
     "stopped": ("Stopped", lambda row: row.stopped > 0),
     "paused": ("Paused", lambda row: row.paused),
-    "limited": ("Limited", lambda row: bool(row.waits_for)),
+    "limited": ("At a limit", lambda row: bool(row.waits_for)),
     "dead": ("Dead letters", lambda row: row.dead > 0),
     "unattended": ("No workers", lambda row: row.topics > 0 and not row.consumers),
 }

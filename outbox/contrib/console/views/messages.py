@@ -303,7 +303,7 @@ def _consumed(trace: Trace, message: Row) -> Iterator[tuple[datetime, Event]]:
     for entry in trace.entries:
         if entry.log_id == message.log_id and (entry.queue_id, entry.offset) not in queued:
             queued.add((entry.queue_id, entry.offset))
-            again = f"for attempt {entry.attempt + 1} of {entry.group}, " if entry.topic.startswith("%RETRY%") else ""
+            again = f"for attempt {entry.attempt + 1} in {entry.group}, " if entry.topic.startswith("%RETRY%") else ""
             place = f"{again}queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
             queued_at = time_of(entry.queued_at)
             yield max(queued_at, decided_at), Event(queued_at, "Queued", place)
@@ -352,8 +352,8 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
     """The message's state in every group for which the message has a queue entry, sorted by group name.
 
     If a group has several queue entries of the message, the newest entry gives the state. `due_at`: the time of the
-    next attempt. `failures`: the failed attempts, of which those in a row with the same error are together. `outage`:
-    the outage for whose end the message waits.
+    next attempt. `failures`: the failed attempts, of which those in a row with one kind of error are together.
+    `outage`: the outage for whose end the message waits.
     """
     newest = _newest_entries(trace, message)
     queued = {entry.group: entry.queued_at for entry in reversed(trace.entries) if entry.log_id == message.log_id}
@@ -366,7 +366,7 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
     for group, entry in sorted(newest.items()):
         first = queued[group]
         failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
-        failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
+        failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=_kind)]
         place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
         attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
         found.append(
@@ -384,13 +384,25 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
     return found
 
 
+def _kind(failure: Row) -> str:
+    """The type of the error and the line that raised it; the whole error if it has no line.
+
+    The texts of a database differ from attempt to attempt, because they show the id of the refused row.
+    """
+    kind, _, line = failure.error.rpartition("\n  raised in ")
+    return f"{kind.partition(':')[0]} {line}" if kind else line
+
+
 def _folded(alike: Sequence[Row], queued_at: str) -> dict[str, object]:
-    """Failed attempts with one error. `seconds`: since the message was first queued, until the first one failed."""
+    """Failed attempts with one kind of error, and the newest error.
+
+    `seconds`: since the message was first queued, until the first one failed.
+    """
     first, last = alike[0], alike[-1]
     first_at = time_of(first.failed_at)
     seconds = (first_at - time_of(queued_at)).total_seconds()
     times = {"first_at": first_at, "last_at": time_of(last.failed_at), "seconds": seconds}
-    return {"first": first.attempt + 1, "last": last.attempt + 1, **times, "error": first.error}
+    return {"first": first.attempt + 1, "last": last.attempt + 1, **times, "error": last.error}
 
 
 def _attempts(count: int) -> str:
