@@ -208,6 +208,24 @@ def test_a_slow_call_delays_neither_offsets_nor_the_end_of_its_process(other: Pr
 
 
 @pytest.mark.slow
+def test_a_call_that_ends_while_its_process_drains_is_done(other: Provider) -> None:
+    other.held.add("charge/slow")
+    place("slow")
+    with process("broker", other):
+        with process("consumer", other, LEASE_SECONDS=10) as first:
+            eventually(lambda: other.calls["charge/slow"] == 1)
+            first.send_signal(signal.SIGTERM)
+            # The queue is handed over while the handler still runs.
+            eventually(has_left)
+            other.release()
+            assert first.wait(90) == 0
+        assert effects() == ["slow"]
+        with process("consumer", other):
+            wait_until_done(other, ["slow"])
+    assert other.calls["charge/slow"] == 1
+
+
+@pytest.mark.slow
 def test_a_process_that_was_frozen_cannot_finish_what_another_has_taken_over(other: Provider) -> None:
     place("frozen")
     with process("broker", other), process("consumer", other, "claim.before_commit=stop@1") as frozen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ from tests.django.conftest import point_alias
 from tests.django.fourteen import GROUPS
 from tests.django.processes import process
 from tests.django.shop.models import Effect
+from tests.django.support import ended
 from tests.support import eventually
 
 REFUSALS = ("too many clients", "remaining connection slots", "too many connections")
@@ -54,6 +56,11 @@ class Shop:
         ).fetchall()
         return [name for (name,) in rows]
 
+    def names(self) -> set[str]:
+        """The names of the role's sessions."""
+        rows = self.admin.execute("SELECT application_name FROM pg_stat_activity WHERE usename = 'shop'").fetchall()
+        return {name for (name,) in rows}
+
     @property
     def own(self) -> int:
         connections["default"].ensure_connection()
@@ -70,6 +77,10 @@ class Shop:
         found = Effect.objects.filter(number__startswith="group").values_list("number", flat=True)
         return Counter((number.split()[0], number.split()[1]) for number in found)
 
+    def used_attempts(self) -> int:
+        [[count]] = self.admin.execute("SELECT count(*) FROM outbox.failure").fetchall()
+        return int(count)
+
     @contextlib.contextmanager
     def worker(self, log: Path) -> Iterator[subprocess.Popen[str]]:
         """A whole worker, with the default number of processes and threads."""
@@ -78,6 +89,20 @@ class Shop:
         default = {"CONN_MAX_AGE": 0}
         with process(arguments, outbox={"BROKER": "default"}, default=default, variables=variables, log=log) as started:
             yield started
+
+    def status(self) -> dict[str, Any]:
+        _, said = ended("outbox_status", "--json")
+        return {one["name"]: one for one in json.loads(said)["conditions"]}
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Idle sessions of another role take every place that is left."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(psycopg.OperationalError):
+                while True:
+                    url = make_conninfo(self.url, user="other")
+                    stack.enter_context(contextlib.closing(psycopg.connect(url, autocommit=True)))
+            yield
 
 
 @pytest.fixture
@@ -160,3 +185,39 @@ def test_fourteen_groups_with_default_settings_stay_within_the_server(shop: Shop
     assert set(handled) == {(group, key) for group in GROUPS for key in keys}
     # Only a group without the inbox may handle a message twice after a kill.
     assert {group for (group, _), count in handled.items() if count > 1} <= {GROUPS[12]}
+
+
+@pytest.mark.slow
+def test_a_worker_waits_while_the_server_is_full(shop: Shop, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    said = lambda: log.read_text()[-3000:]  # noqa: E731
+    shop.order("before")
+    with shop.worker(log):
+        eventually(lambda: len(shop.effects()) == len(GROUPS), within_seconds=60, what=said)
+    with contextlib.ExitStack() as stack:
+        # The worker starts while the server is full.
+        with shop.full():
+            assert shop.status()["connections_refused"]["severity"] == "critical"
+            stack.enter_context(shop.worker(log))
+            eventually(lambda: "refuses another connection" in log.read_text(), within_seconds=30)
+            shop.order("starting")
+            assert len(shop.effects()) == len(GROUPS)
+        eventually(lambda: len(shop.effects()) == 2 * len(GROUPS), within_seconds=60, what=said)
+    # It is full while the worker runs: its handlers have no session yet, and get none.
+    with shop.worker(log):
+        eventually(
+            lambda: shop.names() >= {"outbox-consumer", "outbox-coordinator", "outbox-broker"}, within_seconds=30
+        )
+        with shop.full():
+            shop.order("running")
+            eventually(
+                lambda: shop.admin.execute("SELECT 1 FROM outbox.outage").fetchall(), within_seconds=30, what=said
+            )
+            assert "connections_refused" in shop.status()
+            assert len(shop.effects()) < 3 * len(GROUPS)
+        eventually(lambda: len(shop.effects()) == 3 * len(GROUPS), within_seconds=60, what=said)
+        eventually(lambda: "connections_refused" not in shop.status(), within_seconds=30)
+    assert shop.used_attempts() == 0
+    numbers = Effect.objects.filter(number__startswith="group").values_list("number", flat=True)
+    assert {number.split()[2] for number in numbers} == {"1"}
+    assert set(shop.effects().values()) == {1}

@@ -126,6 +126,22 @@ def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.Mon
     assert run_check_back().committed == 3
 
 
+def test_the_look_up_after_a_commit_is_prepared_until_the_application_deallocates_it() -> None:
+    def prepared() -> int:
+        return int(execute("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox_ledger%'")[0][0])
+
+    for key in ("a", "b"):
+        with transaction.atomic():
+            publish("orders", {}, key=key)
+    assert prepared() == 1
+    execute("DEALLOCATE ALL")
+    for key in ("c", "d"):
+        with transaction.atomic():
+            publish("orders", {}, key=key)
+    assert prepared() == 0, "an application that deallocates it may do so again"
+    assert decisions() == dict.fromkeys("abcd", "C")
+
+
 def test_all_that_a_block_published_is_looked_up_at_once() -> None:
     with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
         for number in range(5):
@@ -154,6 +170,19 @@ def test_a_handler_cannot_commit_by_hand(alias: str) -> None:
     assert effects(alias) == []
     assert run([one]) == [Disposition.HANDLED]
     assert effects(alias) == ["one"]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_block_that_has_only_published_notices_that_its_transaction_was_ended(path: str, end: str) -> None:
+    def block() -> None:
+        with transaction.atomic():
+            publish("orders", {}, key="first")
+            getattr(connections["default"].connection, end)()
+            publish("orders", {}, key="second")
+
+    with pytest.raises(TransactionUsageError, match="was ended by hand"):
+        block()
+    assert "second" not in {one.key for one in stored()}
 
 
 # -- writes on another database than the transaction that decides -----------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,36 @@ def test_after_a_restart_the_proof_needs_the_broker_again(twins: Twins, outbox_s
     order("after")
     assert sent() == {"before": "atomic", "after": "atomic"}
     assert orders(twins.original) == ["after", "before"]
+
+
+def test_once_proven_a_publish_call_sends_no_further_statement(
+    twins: Twins, outbox_settings: Callable[..., None]
+) -> None:
+    outbox_settings(BROKER="default")
+    order("first")
+    connections["default"].close()
+    connections["default"].ensure_connection()
+    twins.lead_to("")
+    with transaction.atomic(), _commands_on(connections["default"].connection) as commands:
+        publish("orders", {}, key="second")
+    twins.lead_to(twins.original)
+    assert commands == ["BEGIN", "SELECT"]
+    assert sent() == {"first": "atomic", "second": "atomic"}
+
+
+@contextlib.contextmanager
+def _commands_on(connection: psycopg.Connection[Any]) -> Iterator[list[str]]:
+    """The statements that the client library itself sent on a connection, by the server's answers."""
+    with tempfile.TemporaryFile() as trace:
+        commands: list[str] = []
+        connection.pgconn.trace(trace.fileno())
+        try:
+            yield commands
+        finally:
+            connection.pgconn.untrace()
+            trace.seek(0)
+            lines = [line.split(b"CommandComplete")[1] for line in trace if b"CommandComplete" in line]
+            commands += [line.split(b'"')[1].split()[0].decode() for line in lines]
 
 
 @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from io import StringIO
@@ -22,15 +23,17 @@ from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger, pruning
 from outbox.contrib.django.ledger.pruning import PruneCounts, first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
-from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.django.worker import periodic
+from outbox.contrib.django.worker.workers import consumer_runtime, run_check_role
 from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Effect
-from tests.django.state import rolled_back
+from tests.django.state import decisions, rolled_back
 from tests.django.support import broker_sql, sequence
 from tests.django.test_barrier import answers, check, row
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -223,3 +226,26 @@ def test_rows_that_stay_do_not_hold_up_those_behind_them(monkeypatch: pytest.Mon
     assert sum(turn.inbox for turn in turns) == 9
     assert len(turns) > 5
     assert set(InboxEntry.objects.values_list("group", flat=True)) == {"effects"}
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+@pytest.mark.slow
+def test_a_worker_continues_with_a_backlog_at_once_and_runs_check_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, outbox_settings: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(pruning, "_BATCH", 10)
+    monkeypatch.setattr(periodic, "PRUNE_TURN_SECONDS", 0.0)
+    outbox_settings(CHECK_INTERVAL_SECONDS=0.2, IMMUNITY_SECONDS=0)
+    old_rows("gone", 150)
+    stop = threading.Event()
+    worker = threading.Thread(target=run_check_role, args=[stop])
+    worker.start()
+    try:
+        eventually(lambda: InboxEntry.objects.count() < 150, what="the first turn")
+        with rolled_back():
+            publish("orders", {}, key="dropped")
+        eventually(lambda: decisions() == {"dropped": "R"}, within_seconds=30, what="check-back between the turns")
+        eventually(lambda: not InboxEntry.objects.exists(), within_seconds=60, what="the last row")
+    finally:
+        stop.set()
+        worker.join(20)

@@ -415,6 +415,38 @@ def test_an_abused_connection_harms_no_other_message(how: str, fails: bool) -> N
     assert {"a", "c"} <= set(effects())
 
 
+@pytest.mark.usefixtures("calls_share")
+@pytest.mark.parametrize("key", ["a", "b", "c"])
+def test_inner_block_without_savepoint_swallowed(key: str) -> None:
+    def fail(given: Delivery) -> None:
+        if given.key == key:
+            with contextlib.suppress(Refused), transaction.atomic(savepoint=False):
+                raise Refused
+
+    handle_with(fail)
+    results, _ = share(*deliveries("a", "b", "c"))
+    if key == "a":
+        assert len(results) == 1 and isinstance(results[0], Exception)
+    else:
+        assert ALONE in results
+        assert all(result in (HANDLED, ALONE) for result in results)
+
+
+@pytest.mark.usefixtures("calls_share")
+def test_nested_publish_that_fails_is_swallowed() -> None:
+    def bad(given: Delivery) -> None:
+        publish("payments", {}, key=given.key)
+        if given.key == "b":
+            with contextlib.suppress(Exception):
+                publish("no such topic", {})
+
+    handle_with(bad)
+    given = deliveries("a", "b", "c")
+    assert share(*given)[0] == [HANDLED, ALONE]
+    assert isinstance(alone(given[1]), Exception)
+    assert effects() == ["a"]
+
+
 @pytest.mark.slow
 def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
     """Each message updates two of four rows. Nothing is lost or doubled, and no message fails."""
@@ -744,6 +776,37 @@ def notes_once(count: int) -> None:
     made = [number.split(":") for number in effects()]
     assert Counter(key for key, _ in made) == Counter(map(str, range(count)))
     assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
+
+
+@pytest.mark.usefixtures("calls_share")
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_sigterm_in_the_middle_of_shared_transactions() -> None:
+    count = 400
+    send_notes(count)
+    with child("broker", **NOTING, quiet=True):
+        slow = "consumer.before_inbox_commit=delay:0.01"
+        for least in (30, 150):
+            with child("consumer", **NOTING, quiet=True, faults=slow) as stopping:
+                eventually(lambda least=least: len(effects()) > least, within_seconds=40)  # type: ignore[misc]
+                stopping.send_signal(signal.SIGTERM)
+                assert stopping.wait(20) == 0
+            # All offsets are stored, so nothing is delivered again.
+            assert unstored() == 0
+        with child("consumer", **NOTING, quiet=True):
+            eventually(lambda: len(effects()) >= count, within_seconds=60)
+    notes_once(count)
+    assert failed() == []
+
+
+def unstored() -> int:
+    """The number of handled messages whose offset is not stored."""
+    [(stored,)] = execute(
+        "SELECT sum(stored) FROM (SELECT max(next_offset) AS stored FROM outbox.consumer_offset"
+        " GROUP BY group_id, queue_id) AS positions",
+        alias="broker",
+    )
+    return len(effects()) - int(stored)
 
 
 @pytest.mark.usefixtures("calls_share")

@@ -53,6 +53,18 @@ OUTBOX = {
     **json.loads(os.environ.get("TEST_OUTBOX", "{}")),
 }
 
+if "TEST_METRICS" in os.environ:
+    # As an application sets up its SDK: each export is a line of the file.
+    from opentelemetry.metrics import set_meter_provider
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
+
+    metric_exporter = ConsoleMetricExporter(
+        out=Path(os.environ["TEST_METRICS"]).open("a"),  # noqa: SIM115
+        formatter=lambda data: data.to_json(indent=None) + "\n",
+    )
+    set_meter_provider(MeterProvider([PeriodicExportingMetricReader(metric_exporter, export_interval_millis=200)]))
+
 if "TEST_SPANS" in os.environ:
     # As an application sets up its SDK: each span that has ended is a line of the file.
     from opentelemetry import trace
