@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -14,7 +15,8 @@ from django.db import connections
 from outbox import Delivery, Mode, OnError, RetryPolicy
 from outbox.broker.database.executor import Executor
 from outbox.contrib.blocked_keys import BlockKey
-from outbox.contrib.blocked_keys.releasing import run_once
+from outbox.contrib.blocked_keys.blocking import first_of_key, list_blocked_keys
+from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, run_once
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import reset_broker
@@ -252,6 +254,67 @@ def test_after_a_reset_earlier_messages_of_the_key_come_first() -> None:
     work()
     assert (effects("a"), letters()) == (["a0", "a1", "a2"], [])
     assert differences() == []
+
+
+def rows_read(table: str, work: Callable[[Executor], object]) -> int:
+    """How many rows of a table of the broker a call reads."""
+    text = "SELECT seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables WHERE relname = %s"
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=True):
+        connection.execute("SET LOCAL enable_seqscan = off")
+        [before] = connection.execute(text, [table]).fetchone() or [0]
+        work(Executor(connection, schema))
+        [after] = connection.execute(text, [table]).fetchone() or [0]
+    return int(after - before)
+
+
+@pytest.mark.usefixtures("databases")
+def test_what_the_leader_and_the_calls_read_does_not_grow_with_what_they_do_not_need() -> None:
+    subscribe(retry=RetryPolicy(delays_seconds=[3600]))
+    send("a1", "a2", broken="a1")
+    work()
+    Order.objects.update(status="early")
+    settle("replay", "--error-type", "PermanentError")
+    work()
+    with broker_connection() as (connection, _):
+        # Dead letters of a group without the option, and a replay that is not finished.
+        connection.execute(
+            "INSERT INTO outbox.blocking_message (group_id, topic_id, key, log_id, message_id, state)"
+            " SELECT 0, topic_id, n::text, n + 1000, gen_random_uuid(), 'failed'"
+            " FROM outbox.topic, generate_series(1, 1000) n WHERE name = 'steps'"
+        )
+        connection.execute("ANALYZE outbox.blocking_message")
+    for call in (lambda run: run.one(_LOOK), list_blocked_keys, lambda run: run.rows(_NEXT)):
+        assert rows_read("blocking_message", call) < 10
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "UPDATE outbox.blocking_message SET state = 'settled', group_id = (SELECT group_id FROM"
+            " outbox.consumer_group WHERE name = %s) WHERE group_id = 0",
+            [GROUP],
+        )
+        [retry] = connection.execute(
+            "SELECT outbox.queue.queue_id FROM outbox.queue JOIN outbox.topic USING (topic_id) WHERE retry_of ="
+            " (SELECT group_id FROM outbox.consumer_group WHERE name = %s) AND number = (SELECT topic_id FROM"
+            " outbox.topic WHERE name = 'steps')",
+            [GROUP],
+        ).fetchone() or [None]
+        connection.execute(
+            "INSERT INTO outbox.consume_queue (queue_id, queue_offset, log_id, attempt)"
+            " SELECT %s, n, n + 1000, 0 FROM generate_series(1, 990) n",
+            [retry],
+        )
+    send("a3")
+    with broker_connection() as (connection, _):
+        ids = dict(connection.execute("SELECT tag, message_id FROM outbox.commit_log").fetchall())
+    asked = Subscription(topic="steps", group=GROUP, mode=Mode.KEY_ORDERED)
+    for name, answer in (("a2", (ids["a1"], False)), ("a3", (ids["a1"], True))):
+        ask = partial(first_of_key, subscription=asked, key="a", message_id=ids[name], limit=5)
+        assert rows_read("blocking_message", ask) < 20
+        with broker_connection() as (connection, schema):
+            assert ask(Executor(connection, schema)) == answer
+    assert rows_read("consume_queue", lambda run: run.execute(_FINISH)) < 2000
+    with broker_connection() as (connection, schema):
+        assert Executor(connection, schema).count(_FINISH) == 10
+        connection.execute("DELETE FROM outbox.blocking_message WHERE log_id > 1000")
 
 
 @pytest.mark.usefixtures("databases")

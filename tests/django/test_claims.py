@@ -157,6 +157,19 @@ def test_finish_fails_if_a_block_inside_it_is_left_open(alias: str, is_watched: 
     assert effects(alias) == ["next"]
 
 
+def test_a_finish_that_fails_may_be_repeated() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with contextlib.suppress(Refused), given.finish():
+            Effect.objects.create(number="undone")
+            raise Refused
+        with given.finish():
+            Effect.objects.create(number="done")
+
+    assert run(delivery()) == HANDLED
+    assert effects() == ["done"]
+
+
 def test_a_thread_of_the_handler_stores_nothing_after_the_attempt() -> None:
     proceed = threading.Event()
     found: list[Any] = []

@@ -11,7 +11,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import IntegrityError, connections, transaction
+from django.db import DatabaseError, IntegrityError, connections, transaction
 from django.test import Client
 from psycopg.sql import SQL, Identifier
 
@@ -21,9 +21,9 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import LedgerEntry
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import ConfigurationError, OutboxError, SendFailed, UnknownTopic, UsageError
+from outbox.errors import ConfigurationError, OutboxError, SendFailed, TransactionUsageError, UnknownTopic, UsageError
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, stored
+from tests.django.state import decisions, execute, stored
 from tests.django.support import end_messages_lost
 from tests.django.urls import Refused
 
@@ -305,6 +305,15 @@ def test_none_at_all_is_a_transaction_without_messages(path: str) -> None:
     late()
     assert stored() == []
     assert Order.objects.count() == 2
+
+
+def test_without_messages_too_a_transaction_that_was_ended_inside_is_an_error(path: str) -> None:
+    @transactional_message(messages=list)
+    def ended() -> None:
+        execute("ROLLBACK; BEGIN")
+
+    with pytest.raises((TransactionUsageError, DatabaseError)):
+        ended()
 
 
 def test_what_is_no_list_of_messages_is_refused_with_the_functions_name() -> None:

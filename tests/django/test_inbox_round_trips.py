@@ -52,6 +52,15 @@ def test_once_a_second_a_message_costs_a_third(round_trips: Callable[[], int], m
         assert round_trips() == expected
 
 
+def test_a_repeated_message_costs_two(round_trips: Callable[[], int]) -> None:
+    register()
+    once = delivery("once")
+    run([once])
+    round_trips()
+    assert run([once]) == [Disposition.SKIPPED]
+    assert round_trips() == 2
+
+
 def test_a_batch_costs_two_besides_its_handlers_own(round_trips: Callable[[], int]) -> None:
     @subscriber("orders", group="effects", batch=50)
     def effect(deliveries: Sequence[Delivery]) -> None:

@@ -37,6 +37,7 @@ from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
 from tests.django.support import broker_sql, sequence
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -67,6 +68,25 @@ def test_it_installs_upgrades_and_reports_it(
     assert f"would be brought from version {SCHEMA_VERSION} to {versions.NEXT}" in call("--dry-run")
     assert f"brought from version {SCHEMA_VERSION} to {versions.NEXT}" in call()
     assert "outbox.extra" in tables()
+
+
+def test_sessions_in_the_way_are_named_and_patience_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    url = alias_conninfo("broker")
+    with psycopg.connect(url, application_name="report") as holder, psycopg.connect(url, autocommit=True) as watching:
+        holder.execute("SELECT count(*) FROM outbox.topic")
+        age = "SELECT clock_timestamp() - xact_start > interval '1 second' FROM pg_stat_activity WHERE pid = %s"
+        pid = holder.info.backend_pid
+        eventually(lambda: watching.execute(age, [pid]).fetchone() == (True,))
+        with pytest.raises(
+            CommandError,
+            match=rf"not dropped: at each attempt within \d+ s.*session {pid} \(report\): idle in transaction",
+        ):
+            call("--drop", "--force", "--patience", "0.1")
+        assert f"block the change of the broker's tables in schema 'outbox': session {pid} (report)" in caplog.text
+        assert watching.execute("SELECT to_regclass('outbox.commit_log') IS NOT NULL").fetchone() == (True,)
+    for wrong in ("-1", "inf", "soon"):
+        with pytest.raises(CommandError, match="--patience"):
+            call("--patience", wrong)
 
 
 def test_what_is_undelivered_is_named_and_kept() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from uuid import UUID
 
 import pytest
+from django.apps import apps
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.utils import IntegrityError
@@ -157,6 +159,20 @@ def waits_for_the_ledger() -> bool:
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'outbox_ledger'::regclass")
         return bool(cursor.fetchone()[0])
+
+
+def test_the_guard_can_be_taken_away_and_back(alias: str) -> None:
+    migration = import_module("outbox.contrib.django.migrations.0001_initial")
+    with connections[alias].schema_editor() as editor:
+        migration.leave_unguarded(apps, editor)
+    try:
+        before = LedgerIdentity.objects.using(alias).get().ledger_id
+        ledger.insert_committed(connections[alias], uuid7())
+        execute(alias, "DELETE FROM outbox_ledger")
+        assert LedgerIdentity.objects.using(alias).get().ledger_id == before
+    finally:
+        with connections[alias].schema_editor() as editor:
+            migration.guard(apps, editor)
 
 
 # -- pruning --------------------------------------------------------------------------------------------
@@ -341,3 +357,21 @@ def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant
             publish("orders", {}, key="second")
     run_check_back()
     assert decisions() == {"first": "R"}
+
+
+def test_a_known_ledger_is_not_looked_up_again_and_a_failing_look_up_stops_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    order_paid("default", "first")
+    settings = connections.settings["default"]
+    name, settings["NAME"] = settings["NAME"], "not-there"
+    try:
+        order_paid("default", "second")
+        assert "could not be read on another connection" not in caplog.text
+        execute("default", "TRUNCATE outbox_ledger")
+        order_paid("default", "third")
+        assert "could not be read on another connection" in caplog.text
+    finally:
+        settings["NAME"] = name
+    run_check_back()
+    assert decisions() == {"first": None, "second": None, "third": "C"}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -18,7 +19,8 @@ from outbox.contrib.django import publish, run_check_back, subscriber, transacti
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import open_connection
-from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.ledger.pruning import prune_inboxes
+from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError
@@ -282,6 +284,15 @@ def test_a_message_of_a_handler_that_does_not_answer_waits_and_is_no_attempt() -
         cursor.execute("ROLLBACK")
     assert deliver("one", "effects", once) is Disposition.HANDLED
     assert deliver("one", "effects", once) is Disposition.SKIPPED
+
+
+def test_old_rows_of_the_inbox_are_pruned() -> None:
+    InboxEntry.objects.using(ALIAS).create(group="effects", generation=1, message_id=uuid7())
+    age = datetime.now(UTC) - InboxEntry.objects.using(ALIAS).get().handled_at
+    assert abs(age) < timedelta(minutes=5)
+    InboxEntry.objects.using(ALIAS).update(handled_at=datetime.now(UTC) - timedelta(days=20))
+    assert prune_inboxes(older_than=datetime.now(UTC) - timedelta(days=14)).inbox == 1
+    assert not InboxEntry.objects.using(ALIAS).exists()
 
 
 # -- checks --------------------------------------------------------------------------------------------

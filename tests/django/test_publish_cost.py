@@ -13,19 +13,23 @@ from typing import Any
 import psycopg
 import pytest
 from django.conf import settings as django_settings
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.errors import UniqueViolation
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import get_broker, publish, transactional_message
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import current_engine, flush, reset_broker
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import forced, get_settings
 from outbox.errors import ConfigurationError, InvalidMessage
 from outbox.topic import MessageType
+from outbox.utils.ids import uuid7
 from tests.django.conftest import _point_alias
 from tests.django.shop.models import Order
 from tests.django.state import decisions, execute, postgres_broker, stored
@@ -68,6 +72,22 @@ def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[st
         publishes("counted")
         assert flush(within_seconds=30)
         assert (application(), sum(one() for one in halves), one_way()) == costs[path]
+
+
+@pytest.mark.parametrize("path", ["atomic"], indirect=True)
+@pytest.mark.parametrize(("threshold", "prepared"), [(None, 0), (5, 1)])
+def test_the_call_is_prepared_if_the_alias_allows_it(path: str, threshold: int | None, prepared: int) -> None:
+    connections["default"].ensure_connection()
+    session = connections["default"].connection
+    before, session.prepare_threshold = session.prepare_threshold, threshold
+    try:
+        order("first")
+        order("second")
+        statements = session.execute("SELECT statement FROM pg_prepared_statements", prepare=False).fetchall()
+    finally:
+        session.prepare_threshold = before
+        session.execute("DEALLOCATE ALL")
+    assert sum("append_one" in statement for [statement] in statements) == prepared
 
 
 def test_no_thread_of_ours_runs_in_a_process_that_publishes(path: str) -> None:
@@ -122,6 +142,23 @@ def test_wrappers_of_the_application_see_the_statements_of_the_ledger(path: str)
     seen.clear()
     order("second")
     assert seen == []
+
+
+@pytest.mark.parametrize("path", ["two_phase"], indirect=True)
+def test_an_error_of_a_ledger_statement_is_djangos(path: str) -> None:
+    connection = connections["default"]
+    item = uuid7()
+    with transaction.atomic():
+        ledger.insert_committed(connection, item)
+    with pytest.raises(IntegrityError) as caught, transaction.atomic():
+        ledger.insert_committed(connection, item)
+    assert isinstance(caught.value.__cause__, UniqueViolation)
+    assert ledger.committed(connection, [item, uuid7()]) == {item}
+    assert ledger.committed(connection, []) == set()
+    with transaction.atomic():
+        transaction.set_rollback(True)
+        with pytest.raises(TransactionManagementError):
+            ledger.committed(connection, [item])
 
 
 # -- what publish leaves out to be light is not missed ----------------------------------------------
@@ -209,6 +246,18 @@ def test_a_change_of_what_the_engine_was_made_for_is_noticed_by_the_next_call(ch
         assert current_engine() not in (before, changed)
     finally:
         reset_broker()
+
+
+@override_settings()
+def test_settings_that_appear_later_are_noticed() -> None:
+    outbox = django_settings.OUTBOX
+    del django_settings.OUTBOX
+    reset_broker()
+    without = current_engine()
+    assert current_engine() is without
+    django_settings.OUTBOX = outbox
+    assert current_engine().settings.topics and not without.settings.topics
+    reset_broker()
 
 
 def test_a_topic_that_was_changed_is_noticed_when_the_topics_are_read_again(path: str) -> None:
