@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.forwarding.running import forwarding
 from outbox.errors import ConfigurationError
 from outbox.message import SendReceipt
+from tests.django.processes import process
 from tests.django.shop.models import Order
 from tests.django.support import sequence
 from tests.sinks.receiver import SECRET, Request, keeping, serving
+from tests.support import eventually
 
 WEBHOOK: dict[str, Any] = {"topics": ["orders"], "sink": "webhook", "options": {"url": "https://x.test/"}}
 
@@ -51,6 +54,21 @@ def test_once_sends_what_is_queued_under_its_name_there(
     assert "5 messages forwarded, 0 attempts failed" in capsys.readouterr().out
     assert sorted(json.loads(request.body)["number"] for request in got) == ["1", "3", "5", "7", "9"]
     assert {request.headers["outbox-topic"] for request in got} == {"shop.orders"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("databases")
+def test_the_command_forwards_until_a_signal_stops_it() -> None:
+    got: list[Request] = []
+    with serving(keeping(got)) as port:
+        forward = {"FORWARD": {"billing": webhook(port)}}
+        with process(["-m", "outbox.contrib.django.worker.child", "broker"]):
+            with process(["-m", "django", "outbox_worker", "--role", "forward"], outbox=forward) as forwarding:
+                place("1")
+                eventually(lambda: len(got) == 1, within_seconds=60, what="it is forwarded")
+                forwarding.send_signal(signal.SIGTERM)
+                _, log = forwarding.communicate(timeout=30)
+                assert forwarding.returncode == 0, log
 
 
 def test_a_declaration_that_cannot_be_right() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -127,6 +127,26 @@ def test_the_next_message_meets_no_language_time_zone_or_variable() -> None:
         assert {one[-3:] for one in seen} == {(settings.LANGUAGE_CODE, settings.TIME_ZONE, "")}
         # The callbacks of a message belong to its handler.
         assert sorted(later) == sorted([(key, f"de {key}") for key in keys] * 4)
+
+
+def test_a_message_that_joins_has_a_context_of_its_own(is_watched: bool) -> None:
+    """Its spans and log records, too."""
+    seen: list[tuple[Any, ...]] = []
+    later: list[str] = []
+
+    @subscriber("orders", group="effects")
+    def note(given: Delivery) -> None:
+        pollute(given, seen)
+        transaction.on_commit(lambda: later.append(f"{translation.get_language()} {_left.get()}"))
+
+    given = deliveries("a", "b", "c")
+    results, _ = Context().run(share, *given)
+    assert results[0] is HANDLED
+    # If Django executes the statements, no message joins.
+    joined = [one for one, result in zip(given, results, strict=False) if result is HANDLED]
+    assert len(joined) == (1 if is_watched else 3)
+    assert {one[-3:] for one in seen} == {(settings.LANGUAGE_CODE, settings.TIME_ZONE, "")}
+    assert later == [f"de {one.key}" for one in joined]
 
 
 def test_a_session_that_a_handler_has_changed_is_closed(is_watched: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -21,8 +22,10 @@ from outbox.contrib.opentelemetry.recorder import MOST_SERIES, OTHERS, SCHEMA_UR
 from outbox.errors import BrokerUnavailable
 from outbox.utils import measures
 from tests.django.broker_world import away
-from tests.django.processes import ROOT, environment
+from tests.django.processes import ROOT, environment, process
+from tests.django.shop.models import Effect
 from tests.django.support import consume
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
 
@@ -186,6 +189,41 @@ def test_a_provider_that_is_set_late_gets_the_figures_from_then_on() -> None:
     assert done.returncode == 0, done.stderr
     orders = {**SEND, "messaging.destination.name": "orders"}
     assert points(done.stdout)["messaging.client.sent.messages"] == [(orders, 1)]
+
+
+@pytest.mark.slow
+def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("TEST_METRICS", str(file))
+    monkeypatch.setenv("TEST_APPS", APPS["opentelemetry"])
+
+    def of_worker() -> Points:
+        """The newest figures of all processes of the worker."""
+        found: Points = {}
+        for line in file.read_text().split("\n")[:-1] if file.exists() else []:
+            found.update(points(line))
+        return found
+
+    steps = {**PROCESS, "messaging.consumer.group.name": "effects", "messaging.destination.name": "steps"}
+    with process(["-m", "django", "outbox_worker"], quiet=True):
+        monkeypatch.delenv("TEST_METRICS")
+        done = run(LATE, "opentelemetry")
+        assert done.returncode == 0, done.stderr
+        orders = {**SEND, "messaging.destination.name": "orders"}
+        assert points(done.stdout)["messaging.client.sent.messages"] == [(orders, 1)]
+        eventually(lambda: Effect.objects.filter(number="step-one").exists(), within_seconds=90, what="the effects")
+
+        def is_recorded() -> bool:
+            found = of_worker()
+            return (
+                all(
+                    (steps, 2) in found.get(name, [])
+                    for name in ("messaging.client.consumed.messages", "messaging.process.duration")
+                )
+                and "messaging.client.sent.messages" in found
+            )
+
+        eventually(is_recorded, within_seconds=60, what=lambda: str(of_worker()))
 
 
 # Each in a process of its own, after the imports that take longest. An argument has its apps, and the package that is

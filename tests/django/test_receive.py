@@ -124,6 +124,32 @@ def test_once_receives_what_is_there_and_poison_ends_it(
     assert "0 messages stored, 1 put into the poison topic" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("databases")
+@pytest.mark.slow
+def test_one_id_of_two_sources_is_two_messages_of_the_queue(
+    rabbitmq_server: RabbitMQ,
+    receive: dict[str, Any],
+    outbox_settings: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outbox_settings(RECEIVE=receive)
+    for _ in range(2):
+        for name in "ab":
+            event = {"ce-id": "1", "ce-source": f"/{name}"}
+            send(rabbitmq_server.url, ("1", {"number": name}), headers=event)
+            send(rabbitmq_server.url, ("2", {"number": name}), app_id=name)
+    call_command("outbox_worker", "--role", "receive", "--drain")
+    assert "8 messages stored, 0 put into the poison topic" in capsys.readouterr().out
+    with broker_connection() as (connection, _):
+        rows = connection.execute("SELECT headers FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()
+    assert sorted((row["received-id"], row["received-source"]) for (row,) in rows) == [
+        ("1", "/a"),
+        ("1", "/b"),
+        ("2", "a"),
+        ("2", "b"),
+    ]
+
+
 def test_a_declaration_that_cannot_be_right() -> None:
     wrong: list[tuple[Any, str]] = [
         ([], "must be a dictionary"),

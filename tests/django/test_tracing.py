@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
@@ -17,10 +20,11 @@ from outbox import Delivery, RetryPolicy, tracing
 from outbox.contrib.django import message, publish, publish_many, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
-from tests.django.processes import ROOT, environment
+from tests.django.processes import ROOT, environment, process
 from tests.django.shop.models import Effect
 from tests.django.state import decisions, rolled_back
 from tests.django.support import consume
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
 
@@ -257,6 +261,33 @@ def test_tests_of_applications_see_the_same_trace(spans: Spans) -> None:
         publish("orders", {}, at_once=True)
         broker.drain()
     assert is_below(spans.one("process orders"), spans.one("publish orders"))
+
+
+@pytest.mark.slow
+def test_one_trace_through_the_processes_of_a_worker(
+    spans: Spans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "spans.jsonl"
+    monkeypatch.setenv("TEST_SPANS", str(file))
+    monkeypatch.setenv("TEST_APPS", APP)
+
+    def of_worker() -> dict[str, dict[str, Any]]:
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return {span["name"]: span for span in map(json.loads, lines)}
+
+    with process(["-m", "django", "outbox_worker"], quiet=True):
+        with spans.web.start_as_current_span("POST /orders"), transaction.atomic():
+            publish("orders", {}, key="one")
+            # The end gets lost: the worker asks the ledger.
+            connections["default"].run_on_commit.clear()
+        wanted = {"check_back orders", "process orders", "publish steps", "process steps"}
+        eventually(lambda: wanted <= of_worker().keys(), within_seconds=90, what=lambda: str(of_worker().keys()))
+    found = of_worker()
+    published = context(spans.one("publish orders"))
+    assert {found[name]["context"]["trace_id"] for name in wanted} == {f"0x{published.trace_id:032x}"}
+    for name in ("check_back orders", "process orders"):
+        assert found[name]["parent_id"] == f"0x{published.span_id:016x}"
+    assert found["process steps"]["parent_id"] == found["publish steps"]["context"]["span_id"]
 
 
 APP = "outbox.contrib.opentelemetry"
