@@ -213,14 +213,6 @@ class Archive:
             self._write_timed_out(name, since, until)
             self._write_state(name, until)
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
-        self._verify(made)
-        manifest.passes.append(made)
-        manifest.state = name
-        self._progress.say(f"stage publish: {MANIFEST}")
-        self._write_manifest(manifest)
-        return made
-
-    def _verify(self, made: Pass) -> None:
         self._progress.say(f"stage verify: {made.count} messages")
         with readable_errors("verifying the archive"):
             found = self._sums(made.folder)
@@ -229,6 +221,11 @@ class Archive:
                 f"{made.folder} contains {found[0]} messages with checksum {found[1]}, but {made.count} messages with "
                 f"checksum {made.checksum} were read. The archive is unchanged. Run outbox-reconcile archive again."
             )
+        manifest.passes.append(made)
+        manifest.state = name
+        self._progress.say(f"stage publish: {MANIFEST}")
+        self._write_manifest(manifest)
+        return made
 
     def _write_manifest(self, manifest: Manifest) -> None:
         content = {"version": 1, **asdict(manifest)}

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from . import session
 from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, RunIncomplete, UsageProblem
@@ -34,6 +34,7 @@ With the exit codes 2 and 3 no result was published, so the previous result stay
 
 # What a shell shows for a program that SIGPIPE has ended.
 _CLOSED_PIPE: Final = 128 + signal.SIGPIPE
+_SILENCE_SECONDS: Final = 5.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +52,20 @@ def parser() -> argparse.ArgumentParser:
         help="folder of the results, or s3a://, gs://, hdfs:// URI (default: %(default)s)",
     )
     limit.add_argument("--limit", type=int, help="print at most this number of lines")
-    _add_spark(spark)
+    where = spark.add_mutually_exclusive_group()
+    where.add_argument(
+        "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
+    )
+    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, as in sc://spark.example.com:15002")
+    spark.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=VALUE",
+        help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
+    )
+    spark.add_argument("--quiet", action="store_true", help="print no progress on standard error")
     commands = root.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", parents=[rules, output, spark], help="reconcile once")
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
@@ -99,28 +113,6 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_spark(command: argparse.ArgumentParser) -> None:
-    where = command.add_mutually_exclusive_group()
-    where.add_argument(
-        "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
-    )
-    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, as in sc://spark.example.com:15002")
-    command.add_argument(
-        "--conf",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="KEY=VALUE",
-        help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
-    )
-    command.add_argument("--quiet", action="store_true", help="print no progress on standard error")
-
-
-def _options(given: argparse.Namespace) -> RunOptions:
-    named = {each.name for each in fields(RunOptions)}
-    return RunOptions(**{name: value for name, value in vars(given).items() if name in named})
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     given = parser().parse_args(arguments)
@@ -159,10 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if threading.current_thread() is threading.main_thread():
-        # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    options = _options(given)
+    _handle_signals()
+    named = {each.name for each in fields(RunOptions)}
+    options = RunOptions(**{name: value for name, value in vars(given).items() if name in named})
     if given.every is not None and (options.is_interval or options.full):
         raise UsageProblem("--every continues after the last result, so it accepts neither --from, --to nor --full.")
     progress = Progress(quiet=given.quiet)
@@ -192,6 +183,25 @@ def _run(given: argparse.Namespace) -> int:
             return code
 
 
+def _handle_signals(spark: SparkSession | None = None) -> None:
+    """Let SIGTERM and Ctrl-C end the command by KeyboardInterrupt.
+
+    Without this, SIGTERM would end the process at once, and its lock in an object store would stay. Spark has a handler
+    of Ctrl-C, which waits for the end of the Spark job.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        # In a thread, because the connection of this thread to Java may wait for an answer.
+        silencing = threading.Thread(target=session.silence, args=[spark])
+        silencing.start()
+        silencing.join(_SILENCE_SECONDS)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, interrupt)
+
+
 def _run_once(spark: SparkSession, options: RunOptions, progress: Progress, as_json: bool) -> int:
     from . import pipeline
 
@@ -202,7 +212,9 @@ def _run_once(spark: SparkSession, options: RunOptions, progress: Progress, as_j
 
 def _start(given: argparse.Namespace, progress: Progress) -> SparkSession:
     progress.say("stage start: Spark")
-    return session.start(given.master, dict(given.conf), given.remote)
+    spark = session.start(given.master, dict(given.conf), given.remote)
+    _handle_signals(spark)
+    return spark
 
 
 def _finding_lines(given: argparse.Namespace) -> Iterator[str]:

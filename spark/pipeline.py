@@ -25,7 +25,7 @@ from .common.options import RunOptions
 from .common.progress import Progress
 from .output import metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
-from .rules.rule import FAULTS, Rule
+from .rules.rule import FAULTS
 from .session import settings_of_a_run
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary, released
@@ -62,7 +62,10 @@ def _run(spark: SparkSession, job: Job, progress: Progress) -> dict[str, Any]:
     previous = _previous_result(job)
     with released(sources.all):
         snapshots = _open(sources, "taking snapshots", progress)
-        prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
+        prepared = []
+        for rule in job.rules.rules:
+            with readable_errors(f"checking rule {rule.name!r}"):
+                prepared.append(prepare(rule, job, snapshots, previous, sources))
         scanned = [_scan(spark, each, job, sources, progress) for each in prepared]
         still_open = _still_open(spark, job, previous)
         confirmed, confirmed_by = _confirm(spark, scanned, still_open, job, sources, progress)
@@ -107,13 +110,6 @@ def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundar
         for note in each.notes:
             progress.say(f"  {each.database}: {note}")
     return snapshots
-
-
-def _prepare(
-    rule: Rule, job: Job, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None, sources: Sources
-) -> PreparedRule:
-    with readable_errors(f"checking rule {rule.name!r}"):
-        return prepare(rule, job, snapshots, previous, sources)
 
 
 def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Sources, progress: Progress) -> ScannedRule:

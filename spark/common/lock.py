@@ -33,11 +33,9 @@ FOLDER: Final = "locks"
 _UNSUPPORTED: Final = (errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK)
 
 
-@contextlib.contextmanager
-def hold(store: Store) -> Iterator[None]:
+def hold(store: Store) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of the output folder. Raises RunIncomplete, with host, process and start time of the other run."""
-    with _of_folder(store) if store.local_folder is not None else _of_objects(store):
-        yield
+    return _of_folder(store) if store.local_folder is not None else _of_objects(store)
 
 
 @contextlib.contextmanager

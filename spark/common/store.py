@@ -181,19 +181,20 @@ class Store:
 
         On HDFS, a killed process may leave a part of the file. The next reader then reports the file as damaged.
         """
-        target = f"{self._root}/{name}"
+        target, data = f"{self._root}/{name}", content.encode() if isinstance(content, str) else content
         if self._is_local:
-            self._write_local(Path(target), content)
+            self._write_local(Path(target), data)
             return
         self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
         with self._files.open_output_stream(target) as stream:
-            stream.write(_bytes(content))
+            stream.write(data)
 
-    def _write_local(self, target: Path, content: str | bytes) -> None:
+    @staticmethod
+    def _write_local(target: Path, data: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         with draft.open("wb") as stream:
-            stream.write(_bytes(content))
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
@@ -211,10 +212,6 @@ class Store:
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
                     self.remove(f"runs/{name}")
-
-
-def _bytes(content: str | bytes) -> bytes:
-    return content.encode() if isinstance(content, str) else content
 
 
 def plain_json(value: object) -> str:

@@ -11,8 +11,8 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -23,11 +23,14 @@ from .detail import DELIVERY_TEXTS
 from .remedies import REMEDIES, TRACE, UUID
 
 _SEVERITIES: Final = tuple(FindingSeverity)
-_ORDER: Final = {name.value: place for place, name in enumerate(CLASSES)}
 # The classes for which a plan has a step that `outbox_repair` applies.
 _MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
 # The classes whose detail is the column that differs.
 _BY_COLUMN: Final = (FindingClass.MISMATCH.value, FindingClass.WRONG_EFFECT.value, FindingClass.WRONG_SUM.value)
+# What `result.json` has of a cause, beside its class and its commands.
+_DESCRIBED: Final = (
+    *("id", "rule", "group", "detail", "severity", "findings", "new", "acknowledged", "oldest", "subject", "meaning"),
+)
 
 
 def column() -> Column:
@@ -58,47 +61,32 @@ def id_of(rule: str, finding_class: str, group: str, detail: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
-class FindingCounts(NamedTuple):
-    """The number of findings of one rule, group, class and detail.
-
-    The group '' means findings about messages.
-    """
-
-    rule: str
-    group: str
-    name: str
-    is_known: bool
-    """Whether the counted findings are acknowledged."""
-    is_new: bool
-    """Whether the counted findings are new: no earlier result had them, and they are not acknowledged."""
-    detail: str
-    is_first: bool
-    """Whether `detail` is the first detail of the findings. A MISMATCH in several columns is counted once per column,
-    and only one of these counts has `is_first`."""
-    severity: str
-    findings: int
-    oldest: str | None
-    """The time of the oldest message of the findings, in ISO 8601; without a message, the time of the row or effect."""
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """All findings of one cause: their numbers, and the commands for them. The id of a cause is the same in all runs.
+    """All findings of one cause, and their numbers.
 
     `oldest` is the time of the oldest message or row, in ISO 8601. `acknowledged` is a part of `findings`; `new` are
-    the findings that no earlier result had and that are not acknowledged.
+    the findings that no earlier result had and that are not acknowledged. The totals of a result have a MISMATCH in
+    several columns once, by the numbers `first_…` of the cause of its first column.
     """
 
-    id: str
     rule: str
     finding_class: str
     group: str
     detail: str
     severity: str
-    findings: int = 0
-    new: int = 0
-    acknowledged: int = 0
-    oldest: str | None = None
+    findings: int
+    new: int
+    acknowledged: int
+    first_findings: int
+    first_new: int
+    first_acknowledged: int
+    oldest: str | None
+
+    @property
+    def id(self) -> str:
+        """The same in all runs."""
+        return id_of(self.rule, self.finding_class, self.group, self.detail)
 
     @property
     def subject(self) -> str:
@@ -107,45 +95,29 @@ class Cause:
         text = f"{self.finding_class} of rule {self.rule}{of_group}"
         if self.finding_class in _BY_COLUMN and self.detail:
             return f"{text}, column {self.detail}"
-        return f"{text}, delivery {self.detail or 'unknown'}" if self._is_undelivered else text
+        return (
+            f"{text}, delivery {self.detail or 'unknown'}" if self.finding_class == FindingClass.UNDELIVERED else text
+        )
 
     @property
     def meaning(self) -> str:
         """A sentence about the cause."""
         meaning = REMEDIES[FindingClass(self.finding_class)].meaning
         known = DELIVERY_TEXTS.get(self.detail, "")
-        return f"{meaning} The broker's view: {known}." if self._is_undelivered and known else meaning
+        return (
+            f"{meaning} The broker's view: {known}."
+            if self.finding_class == FindingClass.UNDELIVERED and known
+            else meaning
+        )
 
-    @property
-    def _is_undelivered(self) -> bool:
-        return self.finding_class == FindingClass.UNDELIVERED.value
 
-
-def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
+def ordered(causes: Iterable[Cause]) -> list[Cause]:
     """The causes, the most urgent first.
 
     Causes with open (not acknowledged) findings come first. Among them, the order is: severity; LATE last, because
     nothing is missing; causes with new findings first; what a repair can mend; the class; the number of findings.
     """
-    found: dict[str, Cause] = {}
-    for each in counts:
-        id_ = id_of(each.rule, each.name, each.group, each.detail)
-        cause = found.setdefault(
-            id_,
-            Cause(
-                id=id_,
-                rule=each.rule,
-                finding_class=each.name,
-                group=each.group,
-                detail=each.detail,
-                severity=each.severity,
-            ),
-        )
-        cause.findings += each.findings
-        cause.new += each.findings if each.is_new else 0
-        cause.acknowledged += each.findings if each.is_known else 0
-        cause.oldest = min(filter(None, (cause.oldest, each.oldest)), default=None)
-    return sorted(found.values(), key=_urgency)
+    return sorted(causes, key=_urgency)
 
 
 def _urgency(cause: Cause) -> tuple[Any, ...]:
@@ -154,7 +126,7 @@ def _urgency(cause: Cause) -> tuple[Any, ...]:
     is_late = cause.finding_class == FindingClass.LATE.value
     return (
         cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new,
-        cause.finding_class not in _MENDABLE, _ORDER[cause.finding_class], -cause.findings,
+        cause.finding_class not in _MENDABLE, CLASSES.index(FindingClass(cause.finding_class)), -cause.findings,
         cause.rule, cause.group, cause.detail,
     )  # fmt: skip
 
@@ -175,9 +147,9 @@ def described(
     for cause in found:
         listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"
         commands = _commands(cause, of_cause.get(cause.id, []), listing, output, rules) or [listing]
-        fields = {"class" if name == "finding_class" else name: value for name, value in asdict(cause).items()}
-        known = {"subject": cause.subject, "meaning": cause.meaning, "listing": listing}
-        result.append({**fields, **known, "commands": [] if cause.finding_class in CLOSED else commands})
+        known = {name: getattr(cause, name) for name in _DESCRIBED} | {"class": cause.finding_class}
+        commands = [] if cause.finding_class in CLOSED else commands
+        result.append({**known, "listing": listing, "commands": commands})
     return result
 
 

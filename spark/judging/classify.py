@@ -19,7 +19,6 @@ from pyspark.sql import functions as F
 from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Rule
 from .evidence import exact_places, near_places
 
-ORDER = {name: number for number, name in enumerate(CLASSES)}
 # A row that is this much younger than the watermark has a wrong time, which may be years away.
 _AHEAD_SECONDS = 3600.0
 
@@ -57,7 +56,7 @@ class Window:
         """Whether a row is judged: it is inside the window, or it is older and has a new message or effect."""
         if self.since is None or self.carried is not None:
             return self.covers(row_at)
-        touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
+        touched = (row_at < F.lit(self.since)) & self.meets() & self._above_floor(row_at)
         return self.covers(row_at) | F.coalesce(touched, F.lit(False))
 
     def meets(self) -> Column:
@@ -131,12 +130,14 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
     is_compared = is_sent & (effects > 0) & (F.col("erased") == 0) & (F.col("unreadable") == 0)
+    # No group may have an effect if all messages of the row were recalled before they were due.
+    is_recalled = (F.col("rows") > 0) & judges(F.col("row_at")) & (F.col("recalled") > 0) & (_live() == 0)
     is_wrong, is_short = _sums(rule, number)
     one_unhandled, one_overdue = _of_several(rule, number)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
         FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
-        | (_is_recalled(judges) & F.lit(has_table) & (effects > 0)),
+        | (is_recalled & F.lit(has_table) & (effects > 0)),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | one_overdue),
         FindingClass.WRONG_EFFECT: is_compared & _differs_in_effect(rule, number),
@@ -236,12 +237,6 @@ def _is_sent(judges: Callable[[Column], Column]) -> Column:
     return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
 
 
-def _is_recalled(judges: Callable[[Column], Column]) -> Column:
-    """Whether no group may have an effect: the row is judged, and all its messages were recalled before they were
-    due."""
-    return (F.col("rows") > 0) & judges(F.col("row_at")) & (F.col("recalled") > 0) & (_live() == 0)
-
-
 def _is_owed(rule: Rule, number: int) -> Column:
     """Whether the rule's group `number` owes an effect for at least one message of the key."""
     return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
@@ -310,7 +305,7 @@ def _bits(conditions: dict[FindingClass, Column], judged: Column) -> Column:
 
 
 def _bit(name: FindingClass) -> int:
-    return 1 << ORDER[name]
+    return 1 << CLASSES.index(name)
 
 
 def _names(classes: tuple[FindingClass, ...]) -> Column:
@@ -328,8 +323,8 @@ def _differs(rule: Rule) -> Column:
 
 def _differs_from(message: str, rule: Rule) -> Column:
     differs = ~F.col("row_hash").eqNullSafe(F.col(f"{message}_hash"))
-    for number, field in enumerate(rule.near_fields):
-        differs = differs | _is_apart(F.col(f"row_n{number}"), F.col(f"{message}_n{number}"), field)
+    for place in rule.near_places:
+        differs = differs | _is_apart(F.col(f"row_s{place}"), F.col(f"{message}_s{place}"), rule.fields[place])
     return differs
 
 

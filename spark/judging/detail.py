@@ -27,13 +27,14 @@ DELIVERY_TEXTS: Final = {
 
 def of(rule: Rule) -> Column:
     """The text of a finding, as a sentence for people."""
-    groups = [F.when(F.col(f"effects_{n}") > 0, F.lit(group.name)) for n, group in enumerate(rule.groups)]
-    acted = F.array_join(F.array_compact(F.array(*groups)), ", ") if groups else F.lit("")
-    of_group, is_group = F.col("group"), F.col("group") != ""
-    delivery = F.lit("the group does not subscribe to the topic")
-    for state, meaning in DELIVERY_TEXTS.items():
-        delivery = F.when(F.col("delivery") == state, F.lit(meaning)).otherwise(delivery)
+    groups = [F.when(F.col(f"effects_{n}") > 0, F.lit(declared.name)) for n, declared in enumerate(rule.groups)]
+    acted = F.concat_ws(", ", *groups)
+    group, is_group = F.col("group"), F.col("group") != ""
+    states = [F.when(F.col("delivery") == state, meaning) for state, meaning in DELIVERY_TEXTS.items()]
+    delivery = F.coalesce(*states, F.lit("the group does not subscribe to the topic"))
     effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
+    count = of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint")
+    messages = F.when(F.col("committed") == 1, "one message").otherwise(F.format_string("%d messages", "committed"))
     # The rows that count have a time. A finding without such a row shows a row only if this row has no time.
     is_untimed = (F.col("rows") == 0) & F.col("row").isNotNull()
     no_row = F.when(is_untimed, f"the row has no time ({rule.time} is null)")
@@ -42,7 +43,7 @@ def of(rule: Rule) -> Column:
         "ORPHAN": F.when(
             is_group,
             F.concat(
-                F.lit("an effect of "), of_group, F.coalesce(F.concat(F.lit(" has no message; "), no_row), no_subject)
+                F.lit("an effect of "), group, F.coalesce(F.concat(F.lit(" has no message; "), no_row), no_subject)
             ),
         ).otherwise(
             F.concat_ws(
@@ -68,7 +69,7 @@ def of(rule: Rule) -> Column:
             ),
         ).otherwise("the row has no message"),
         "UNREADABLE": _unreadable(),
-        "DUPLICATE": F.when(is_group, _surplus_effects(rule)).otherwise(
+        "DUPLICATE": F.when(is_group, F.format_string("%d effects of %s by %s", count, messages, "group")).otherwise(
             F.format_string(
                 "messages: %d (the oldest %s, the newest %s), rows: %d",
                 "committed",
@@ -77,8 +78,8 @@ def of(rule: Rule) -> Column:
                 "rows",
             )
         ),
-        "DEAD": F.concat(F.lit("given up by "), of_group, F.lit(" (dead letter)"), _more("dead_count", "dead letters")),
-        "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
+        "DEAD": F.concat(F.lit("given up by "), group, F.lit(" (dead letter)"), _more("dead_count", "dead letters")),
+        "UNDELIVERED": F.concat(F.lit("no effect of "), group, F.lit(": "), delivery),
         "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
         "WRONG_EFFECT": _wrong_effect(rule),
         "WRONG_SUM": _wrong_sum(rule),
@@ -86,10 +87,7 @@ def of(rule: Rule) -> Column:
         "LATE": _late(rule),
         "PENDING": F.lit("too early to judge: the next run judges this key again"),
     }
-    result = F.lit(None).cast("string")
-    for name, text in texts.items():
-        result = F.when(F.col("class") == name, text).otherwise(result)
-    return result
+    return F.coalesce(*(F.when(F.col("class") == name, text) for name, text in texts.items()))
 
 
 def shown(value: Column, kind: FieldType) -> Column:
@@ -106,12 +104,6 @@ def _more(count: str, what: str) -> Column:
     )
 
 
-def _surplus_effects(rule: Rule) -> Column:
-    count = of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint")
-    messages = F.when(F.col("committed") == 1, "one message").otherwise(F.format_string("%d messages", "committed"))
-    return F.format_string("%d effects of %s by %s", count, messages, "group")
-
-
 def mismatched(rule: Rule) -> Column:
     """The columns that differ in a MISMATCH, WRONG_EFFECT or WRONG_SUM (array<string>), in the order of the rule; null
     for other classes."""
@@ -121,7 +113,7 @@ def mismatched(rule: Rule) -> Column:
     for number, group in enumerate(rule.groups):
         is_group = F.col("group") == group.name
         compared = [F.when(_shown_effect(rule, place)[1], column) for column, place in group.compare_effect]
-        summed = [F.when(_sum_differs(rule, number, place), column) for column, place in group.sum_effect]
+        summed = [F.when(_shown_sum(rule, number, place)[1], column) for column, place in group.sum_effect]
         for name, columns in (("WRONG_EFFECT", compared), ("WRONG_SUM", summed)):
             if columns:
                 found = found.when((F.col("class") == name) & is_group, F.array_compact(F.array(*columns)))
@@ -143,9 +135,8 @@ def _is_apart(ours: Column, theirs: Column, field: FieldRule) -> Column:
 
 def of_effects(effects: DataFrame, rule: Rule) -> DataFrame:
     """Per key and group, the least and the greatest value of each compared column of the effects, in effect_v0, …"""
-    group = F.lit(None).cast("string")
-    for number, declared in enumerate(rule.groups):
-        group = F.when(F.col("kind") == evidence.EFFECT + number, declared.name).otherwise(group)
+    kinds = enumerate(rule.groups, evidence.EFFECT)
+    group = F.coalesce(*(F.when(F.col("kind") == kind, declared.name) for kind, declared in kinds))
     columns = []
     for place, field in enumerate(rule.fields):
         value = F.col(f"v{place}")
@@ -167,9 +158,10 @@ def _shown_effect(rule: Rule, place: int) -> tuple[Column, Column]:
     return F.when(is_least, least).otherwise(most), is_least | _is_apart(most, theirs, field)
 
 
-def _sum_differs(rule: Rule, number: int, place: int) -> Column:
+def _shown_sum(rule: Rule, number: int, place: int) -> tuple[Column, Column]:
+    """The sum of a key's effects, and whether it differs from the message."""
     total = F.col(f"sum_s{place}_{number}").cast("string")
-    return _is_apart(total, F.col(f"about.v{place}"), rule.fields[place])
+    return total, _is_apart(total, F.col(f"about.v{place}"), rule.fields[place])
 
 
 def of_group(rule: Rule, value: Callable[[int, GroupRule], Column], otherwise: Column | None = None) -> Column:
@@ -182,34 +174,30 @@ def of_group(rule: Rule, value: Callable[[int, GroupRule], Column], otherwise: C
 
 def _wrong_effect(rule: Rule) -> Column:
     def text(_: int, group: GroupRule) -> Column:
-        texts = []
-        for column, place in group.compare_effect:
-            (ours, differs), theirs = _shown_effect(rule, place), F.col(f"about.v{place}")
-            texts.append(F.when(differs, _pair(rule, place, f"{column} ", ours, theirs, "effect")))
-        joined = F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
-        return F.concat(F.lit(f"effect of {group.name} and message differ: "), joined)
+        pairs = [
+            _pair(rule, place, column, *_shown_effect(rule, place), "effect") for column, place in group.compare_effect
+        ]
+        return F.concat(F.lit(f"effect of {group.name} and message differ: "), F.concat_ws("; ", *pairs))
 
     return of_group(rule, text)
 
 
 def _wrong_sum(rule: Rule) -> Column:
     def text(number: int, group: GroupRule) -> Column:
-        texts = []
-        for column, place in group.sum_effect:
-            total = F.col(f"sum_s{place}_{number}").cast("string")
-            pair = _pair(rule, place, f"{column} ", total, F.col(f"about.v{place}"), "sum")
-            texts.append(F.when(_sum_differs(rule, number, place), pair))
-        joined = F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+        pairs = [
+            _pair(rule, place, column, *_shown_sum(rule, number, place), "sum") for column, place in group.sum_effect
+        ]
         count = F.format_string(f"%d effects of {group.name.replace('%', '%%')} ", f"effects_{number}")
-        return F.concat(count, F.lit("do not add up to their message: "), joined)
+        return F.concat(count, F.lit("do not add up to their message: "), F.concat_ws("; ", *pairs))
 
     return of_group(rule, text)
 
 
-def _pair(rule: Rule, place: int, start: str, ours: Column, theirs: Column, where: str) -> Column:
-    field = rule.fields[place]
-    shown = [masking.shown(rule, field, F.substring(_readable(value, field), 1, _SHOWN)) for value in (ours, theirs)]
-    return F.concat(F.lit(start), *_between(shown[0], shown[1], where))
+def _pair(rule: Rule, place: int, column: str, ours: Column, differs: Column, where: str) -> Column:
+    """The values of a column of the effects and of the message, if they differ; else null."""
+    field, values = rule.fields[place], (ours, F.col(f"about.v{place}"))
+    shown = [masking.shown(rule, field, F.substring(_readable(value, field), 1, _SHOWN)) for value in values]
+    return F.when(differs, F.concat(F.lit(f"{column} "), *_between(shown[0], shown[1], where)))
 
 
 def _early(rule: Rule) -> Column:
@@ -241,18 +229,13 @@ def _differences(rule: Rule) -> Column:
             shown = [masking.shown(rule, field, _readable(value, field)) for value in (ours, theirs)]
             between = _between(shown[0], shown[1])
         texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
-    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+    return F.concat_ws("; ", *texts)
 
 
 def _shown_difference(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
+    """The result of `shown_difference` for two bounded texts, with the lengths of long texts."""
     if not differs:
         return None
-    in_row, in_body, note = _shown_bounded(ours, theirs)
-    return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
-
-
-def _shown_bounded(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
-    """The result of `shown_difference` for two bounded texts. The note has the lengths of long texts."""
     (row, row_length), (body, body_length) = (
         (None, 0) if form is None else bounded.parts(form) for form in (ours, theirs)
     )
@@ -263,7 +246,7 @@ def _shown_bounded(ours: str | None, theirs: str | None) -> tuple[str, str, str]
         in_row, in_body, note = shown_difference(row, body)
     if max(row_length, body_length) > bounded.LIMIT:
         note = "; ".join(filter(None, (note, f"the row has {row_length:,} characters, the body {body_length:,}")))
-    return in_row, in_body, note
+    return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
 
 
 def _between(ours: Column, theirs: Column, where: str = "row") -> list[Column]:
@@ -274,9 +257,7 @@ def _between(ours: Column, theirs: Column, where: str = "row") -> list[Column]:
 def _readable(value: Column, field: FieldRule) -> Column:
     if field.type in (FieldType.DECIMAL, FieldType.INTEGER):
         text = F.regexp_replace(value, r"\.?0+$", "")
-        for place, (name, *_) in NOT_FINITE.items():
-            text = F.when(value == str(place), name).otherwise(text)
-        return text
+        return F.coalesce(*(F.when(value == str(place), names[0]) for place, names in NOT_FINITE.items()), text)
     if field.tolerance is not None:
         # A time with a tolerance is compared in seconds.
         value = (value.try_cast(NUMBER) * 1_000_000).cast("bigint").cast("string")
@@ -290,7 +271,7 @@ def _unreadable() -> Column:
     )
     of_row = F.when(F.col("row.why") != "", F.concat(F.lit("the row: "), F.col("row.why")))
     unkeyed = F.when(F.col("unkeyed") > 0, F.lit("the row's key is null"))
-    texts = F.array_join(F.array_compact(F.array(unkeyed, of_message, of_row)), "; ")
+    texts = F.concat_ws("; ", unkeyed, of_message, of_row)
     return F.when(texts != "", texts).otherwise("the body, or a compared field of the body, cannot be read")
 
 

@@ -103,7 +103,6 @@ def _narrow(side: DataFrame, rule: Rule, values: list[Column], *, kind: Column, 
         kind.alias("kind"),
         "at",
         *(given.get(name, column).alias(name) for name, column in nothing.items()),
-        *_for_effects(values, rule),
         *_compared(values, rule),
     )
 
@@ -219,9 +218,9 @@ def _kind(rule: Rule) -> Column:
     state, kind = F.col("state"), F.lit(UNDECIDED)
     known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED}
     for number, group in enumerate(rule.groups):
-        known[contract.effect_state(number)] = EFFECT + number
-        known[contract.dead_state(group)] = DEAD + number
-        known[contract.timed_out_state(group)] = TIMED_OUT + number
+        known[f"effect {number}"] = EFFECT + number
+        known[f"dead {group.name}"] = DEAD + number
+        known[f"timed out {group.name}"] = TIMED_OUT + number
     for name, value in known.items():
         kind = F.when(state == name, F.lit(value)).otherwise(kind)
     is_of_group = state.startswith("dead ") | state.startswith("timed out ")
@@ -326,7 +325,7 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
         )
         for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
     ]
-    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+    return F.concat_ws("; ", *texts)
 
 
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
@@ -390,11 +389,8 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         F.sum(F.greatest("bad", F.lit(0))).alias("unreadable"),
         F.count_if(F.col("bad") == ERASED).alias("erased"),
     ]
-    for number in range(len(rule.near_fields)):
-        value = F.col(f"n{number}")
-        aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
-        aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
-    aggregates += [F.max_by(f"s{place}", age).alias(f"message_s{place}") for place in rule.effect_numbers]
+    aggregates += [F.max(F.when(is_row, F.col(f"s{place}"))).alias(f"row_s{place}") for place in rule.near_places]
+    aggregates += [F.max_by(f"s{place}", age).alias(f"message_s{place}") for place in rule.numbers]
     aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number, age)]
     # First spread the rows by key. A key has two or three rows, so Spark's own partial aggregation before the shuffle
     # would combine few rows, and would send each row as a wide buffer.
@@ -417,12 +413,15 @@ def near_places(rule: Rule, number: int) -> list[int]:
     return [place for _, place in rule.groups[number].compare_effect if rule.fields[place].tolerance is not None]
 
 
-def _for_effects(values: list[Column], rule: Rule) -> Iterator[Column]:
-    """What effects and messages compare: per group a hash e0, e1, … of exact fields, and the numbers s0, s1, …"""
+def _compared(values: list[Column], rule: Rule) -> Iterator[Column]:
+    """What is compared: a hash of all exact fields, per group a hash e0, e1, … of those that its effects must equal,
+    and the numbers s0, s1, … of the fields that are compared as numbers."""
+    exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
+    yield (_hash(exact) if exact else F.lit(0).cast("bigint")).alias("hash")
     for number in range(len(rule.groups)):
         if exact_places(rule, number):
             yield _hash([values[place] for place in exact_places(rule, number)]).alias(f"e{number}")
-    for place in rule.effect_numbers:
+    for place in rule.numbers:
         yield values[place].try_cast(NUMBER).alias(f"s{place}")
 
 
@@ -461,7 +460,7 @@ def _of_last_messages(rule: Rule) -> Iterator[Column]:
     yield F.max(F.when(is_sent, F.col("settled"))).alias("newest_settled_at")
     for name, time in (("prompt", F.when(early.isNotNull(), F.col("settled"))), ("early", early)):
         place = F.when(is_sent, F.struct(kind == COMMITTED, time, "ord"))
-        for value in ("ord", "hash", *(f"n{number}" for number in range(len(rule.near_fields)))):
+        for value in ("ord", "hash", *(f"s{place}" for place in rule.near_places)):
             yield F.max_by(value, place).alias(f"{name}_{value}")
 
 
@@ -489,14 +488,6 @@ def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[C
 
 def _earliest(column: str, condition: Column) -> Column:
     return F.min(F.when(condition, F.col(column)))
-
-
-def _compared(values: list[Column], rule: Rule) -> list[Column]:
-    exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
-    hashed = _hash(exact) if exact else F.lit(0).cast("bigint")
-    near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]
-    numbers = [value.try_cast(NUMBER).alias(f"n{number}") for number, value in enumerate(near)]
-    return [hashed.alias("hash"), *numbers]
 
 
 def _hash(values: list[Column]) -> Column:

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 NOT_JSON: Final = "the body is not "
 # Python's parser reads the levels of a text by recursion, and refuses deeper ones.
 _LEVELS: Final = 3_000
-_BLANK: Final = re.compile(r"[ \t\n\r]*")
+_BLANKS: Final = " \t\n\r"
 _DECIMAL: Final = re.compile(r"-?[0-9]+\.[0-9]+")
 HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 
@@ -65,19 +65,14 @@ def document(text: str, *, is_object: bool = False) -> Any:
     """The whole text as one value. Raises ValueError and RecursionError."""
     if text.startswith("\ufeff"):
         raise ValueError("JSON: it begins with a byte order mark")
-    start = _after_blanks(text, 0)
+    start = len(text) - len(text.lstrip(_BLANKS))
     if is_object and not text.startswith("{", start):
         raise ValueError("one JSON object")
     found, end = _DECODER.raw_decode(text, start)
-    end = _after_blanks(text, end)
-    if end < len(text):
-        raise ValueError(f"one JSON {'object' if is_object else 'text'}: it goes on at character {end + 1}")
+    if rest := text[end:].lstrip(_BLANKS):
+        place = len(text) - len(rest) + 1
+        raise ValueError(f"one JSON {'object' if is_object else 'text'}: it goes on at character {place}")
     return found
-
-
-def _after_blanks(text: str, place: int) -> int:
-    blanks = _BLANK.match(text, place)
-    return place if blanks is None else blanks.end()
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:

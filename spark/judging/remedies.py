@@ -28,11 +28,6 @@ class Remedy:
     check: str
     settle: str
 
-    @property
-    def text(self) -> str:
-        """The text of the column `remedy` of a finding: the first check and the settlement."""
-        return f"Check first: {self.check} Then: {self.settle}"
-
 
 REMEDIES: Final = {
     FindingClass.ORPHAN: Remedy(
@@ -138,8 +133,8 @@ def with_remedies(findings: DataFrame) -> DataFrame:
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
-        untraced = known.text.replace(" `{trace}`", "")
-        text = F.when(is_traceable, known.text.replace("{trace}", TRACE)).otherwise(untraced)
+        steps = f"Check first: {known.check} Then: {known.settle}"
+        text = F.when(is_traceable, steps.replace("{trace}", TRACE)).otherwise(steps.replace(" `{trace}`", ""))
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # People copy a command into a shell. So only values that are certainly ids or names go into a command.
     for column, safe in _FILLED.items():

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ..common.store import Store, plain_json
-from ..rules.rule import CLOSED, FindingClass, GroupRule, Rule, Rules, SourceKind
+from ..rules.rule import CLOSED, FindingClass, Rule, Rules, SourceKind
 from ..sources import sql
 from . import summary
 
@@ -80,27 +80,23 @@ def open_causes(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
     """The SQL that finds the rule's row and messages, in the dialect of their databases, with quoted names."""
     return {
-        "database": rule.database,
-        "table": sql.table_name(rule.table),
-        "key": sql.expression(rule.key),
-        "when": f"({rule.when})" if rule.when else None,
+        **_located(rule.database, rule.table, rule.key, rule.when),
         "topic": rule.topic,
         "tag": rule.tag,
         "message_when": f"({rule.message_when})" if rule.message_when else None,
         "messages": rule.messages.value,
-        "effects": [_effects(group) for group in rule.groups if group.table and group.key],
+        # A repair reads the effects of a key before it publishes the row again.
+        "effects": [
+            {"group": group.name, **_located(group.database, group.table, group.key, group.when)}
+            for group in rule.groups
+            if group.table and group.key
+        ],
     }
 
 
-def _effects(group: GroupRule) -> dict[str, Any]:
-    """The SQL that finds the effects of a key. A repair reads these effects before it publishes the row again."""
-    return {
-        "group": group.name,
-        "database": group.database,
-        "table": sql.table_name(group.table or ""),
-        "key": sql.expression(group.key or ""),
-        "when": f"({group.when})" if group.when else None,
-    }
+def _located(database: str, table: str, key: str, when: str | None) -> dict[str, Any]:
+    condition = f"({when})" if when else None
+    return {"database": database, "table": sql.table_name(table), "key": sql.expression(key), "when": condition}
 
 
 def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[str, Any]:

@@ -47,12 +47,13 @@ def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
 
 def render(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
     """The HTML page of a result, with the findings of its first SHOWN_CAUSES causes; `found` has some of each cause."""
+    state = "clean" if result["status"] == "clean" else f"{result['faults']} findings"
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{_text(_title(result))}</title><style>{style}</style></head>\n<body><main>"
+        f"<title>{_text(result['title'])}: {state}</title><style>{style}</style></head>\n<body><main>"
         f"{_head(result)}{_actions(result)}{_causes(result)}{_counts(result)}{_last_runs(result)}"
         f"{_findings(result, found)}{_boundary(result)}</main></body></html>\n"
     )
@@ -65,11 +66,6 @@ def _text(value: object) -> str:
 
 def _cut(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}…"
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    state = "clean" if result["status"] == "clean" else f"{result['faults']} findings"
-    return f"{result['title']}: {state}"
 
 
 def _head(result: Mapping[str, Any]) -> str:
@@ -177,7 +173,7 @@ def _counts(result: Mapping[str, Any]) -> str:
         for place, (group, counts) in enumerate([("", rule["counts"]), *rule["groups"].items()]):
             path = f"{_text(rule['table'])} → {_text(rule['topic'])}"
             label = f"<b>{_text(rule['name'])}</b> <span class='dim'>{path}</span>"
-            cells = "".join(_count_cell(name, counts[name.value]) for name in shown)
+            cells = "".join(_number(counts[name.value], "n fault" if name in FAULTS else "n") for name in shown)
             name = "message" if not place else f"group {_text(group)}"
             rows.append(f"<tr><td>{label if not place else ''}</td><td>{name}</td>{cells}</tr>")
     return (
@@ -194,11 +190,6 @@ _ALWAYS: Final = (
     FindingClass.PENDING,
     FindingClass.OK,
 )
-
-
-def _count_cell(name: FindingClass, count: int) -> str:
-    css = "n zero" if not count else ("n fault" if name in FAULTS else "n")
-    return f"<td class='{css}'>{count:,}</td>"
 
 
 def _boundary(result: Mapping[str, Any]) -> str:
@@ -298,15 +289,15 @@ def _more(finding: Mapping[str, Any]) -> str:
     if finding["class"] in CLOSED:
         return ""
     known = json.loads(finding["evidence"] or "{}")
-    command = trace_command(finding)
-    shown = f"<code>{_text(command)}</code>" if command else "no message exists"
+    message_id = finding["message_id"]
+    trace = f"<code>{_text(TRACE.replace('{message_id}', shlex.quote(message_id)))}</code>" if message_id else ""
     messages = known.get("messages") or []
     parts = [
         f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
         f"<dt>Messages</dt><dd>{_messages_table(messages)}</dd>",
         f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
         f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
-        f"<dt>Trace</dt><dd>{shown}</dd>",
+        f"<dt>Trace</dt><dd>{trace or 'no message exists'}</dd>",
     ]
     return (
         f"<tr class='more'><td colspan='4'><details><summary>Row, messages and effects</summary>"
@@ -377,13 +368,6 @@ def _time(text: str | None) -> str:
     return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
 
 
-def trace_command(finding: Mapping[str, Any]) -> str:
-    """The command that traces the finding's message through the broker; empty if the finding names no message."""
-    if not finding["message_id"]:
-        return ""
-    return TRACE.replace("{message_id}", shlex.quote(finding["message_id"]))
-
-
 def _last_runs(result: Mapping[str, Any]) -> str:
     """The section with the findings that were open after the last runs, the newest first."""
     runs = result["last_runs"][::-1]
@@ -402,5 +386,5 @@ def _last_runs(result: Mapping[str, Any]) -> str:
     )
 
 
-def _number(count: int) -> str:
-    return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
+def _number(count: int, css: str = "n") -> str:
+    return f"<td class='{css if count else 'n zero'}'>{count:,}</td>"

@@ -76,7 +76,7 @@ def _is_tolerated(found: Findings, rules: Rules) -> bool:
     left_faults = left_subjects = 0
     for judged in found.rules:
         rule = judged.confirmed.scanned.prepared.rule
-        known = sum(each.findings for each in found.counted if each.rule == rule.name and each.is_known)
+        known = sum(cause.first_acknowledged for cause in found.causes if cause.rule == rule.name)
         counts = judged.counts.values()
         faults = sum(one[name.value] for one in counts for name in FAULTS) - known
         subjects = sum(count for one in counts for count in one.values())
@@ -154,5 +154,5 @@ def _of_rule(judged: JudgedRule) -> dict[str, Any]:
         "keys_read_again": judged.confirmed.keys,
         "counts": judged.counts[""],
         "groups": {name: counts for name, counts in judged.counts.items() if name},
-        "notes": scanned.notes,
+        "notes": [*scanned.prepared.notes, *filter(None, [scanned.checksums.note])],
     }

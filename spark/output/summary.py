@@ -61,10 +61,10 @@ def boundary(result: Mapping[str, Any]) -> str:
     names it.
     """
     if result["mode"] == "interval":
-        since, until = (_moment(text) for text in result["interval"])
+        since, until = (datetime.fromisoformat(text) for text in result["interval"])
         return f"Judged: the interval from {since:%Y-%m-%d %H:%M:%S} to {until:%Y-%m-%d %H:%M:%S} UTC."
-    last = min(result["rules"], key=lambda rule: _moment(rule["until"]))
-    until, finished = _moment(last["until"]), _moment(result["finished_at"])
+    last = min(result["rules"], key=lambda rule: datetime.fromisoformat(rule["until"]))
+    until, finished = datetime.fromisoformat(last["until"]), datetime.fromisoformat(result["finished_at"])
     of_rule = f" for the rule {_one_line(last['name'])}" if len(result["rules"]) > 1 else ""
     lag = max(timedelta(0), timedelta(seconds=round((finished - until).total_seconds())))
     text = (
@@ -72,13 +72,12 @@ def boundary(result: Mapping[str, Any]) -> str:
         f"(grace: {last['grace_seconds']:g} s)."
     )
     dated = [each for each in result["snapshots"] if each["watermark"]]
-    behind = min(dated, key=lambda each: _moment(each["watermark"]), default=None)
-    if behind is None or _moment(behind["taken_at"]) - _moment(behind["watermark"]) < _LAGGING:
+    behind = min(dated, key=lambda each: datetime.fromisoformat(each["watermark"]), default=None)
+    if (
+        behind is None
+        or datetime.fromisoformat(behind["taken_at"]) - datetime.fromisoformat(behind["watermark"]) < _LAGGING
+    ):
         return text
     notes = f": {behind['notes'][0]}" if behind["notes"] else ""
-    complete = f"{_moment(behind['watermark']):%Y-%m-%d %H:%M:%S}"
+    complete = f"{datetime.fromisoformat(behind['watermark']):%Y-%m-%d %H:%M:%S}"
     return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
-
-
-def _moment(text: str) -> datetime:
-    return datetime.fromisoformat(text)

@@ -137,8 +137,8 @@ class _Reader:
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
-        fits = (given == "path") == kind.is_folder and (given == "namespace") == (kind is SourceKind.CATALOG)
-        if not fits and given != "env":
+        places = {SourceKind.POSTGRES: "dsn", SourceKind.CATALOG: "namespace"}
+        if given not in ("env", places.get(kind, "path")):
             table.problem(
                 given,
                 f"does not fit kind {kind.value!r}",
@@ -239,7 +239,8 @@ class _Reader:
         value = table.values.get("tolerance")
         if value is None:
             return None
-        if not kind.takes_tolerance:
+        # Two values of the other types have no distance.
+        if kind not in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP):
             table.problem("tolerance", f"a {kind.value} has none", "remove it, or use integer, decimal or timestamp")
             return None
         if kind is FieldType.TIMESTAMP and isinstance(value, str):

@@ -26,11 +26,6 @@ class FieldType(enum.StrEnum):
     UUID = "uuid"
     """A UUID, compared in lower case."""
 
-    @property
-    def takes_tolerance(self) -> bool:
-        """Whether a field of this type may have a tolerance, because two values of the type have a distance."""
-        return self in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP)
-
 
 class FindingSeverity(enum.StrEnum):
     """The urgency of a finding. The report sorts findings by their urgency."""
@@ -67,13 +62,6 @@ class SourceKind(enum.StrEnum):
     CATALOG = "catalog"
     """A namespace of a Spark catalog (Unity Catalog, Hive, an Iceberg catalog). The run reads each table of Delta Lake
     or Iceberg at one version."""
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether `path` gives the place of the tables."""
-        return self in (
-            SourceKind.PARQUET, SourceKind.CSV, SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.ARCHIVE
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,12 +186,15 @@ class Rule:
         return any(group.owed_when for group in self.groups)
 
     @property
-    def effect_numbers(self) -> tuple[int, ...]:
-        """The numbers of the fields that are compared with effects as numbers: those of sums, and those with a
-        tolerance."""
+    def near_places(self) -> tuple[int, ...]:
+        """The numbers of the fields with a tolerance."""
+        return tuple(place for place, field in enumerate(self.fields) if field.tolerance is not None)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the fields that are compared as numbers: those with a tolerance, and those of sums."""
         summed = {place for group in self.groups for _, place in group.sum_effect}
-        compared = {place for group in self.groups for _, place in group.compare_effect}
-        return tuple(sorted(summed | {place for place in compared if self.fields[place].tolerance is not None}))
+        return tuple(sorted(summed.union(self.near_places)))
 
     @property
     def has_several_messages(self) -> bool:
@@ -216,11 +207,6 @@ class Rule:
         everything about the row, unless the row's message was delayed."""
         waits = (self.grace_seconds, self.stuck_after_seconds, self.late_after_seconds or 0.0)
         return timedelta(seconds=max(*waits, *(group.within_seconds for group in self.groups)))
-
-    @property
-    def near_fields(self) -> tuple[FieldRule, ...]:
-        """Fields with a tolerance."""
-        return tuple(field for field in self.fields if field.tolerance is not None)
 
 
 class FindingClass(enum.StrEnum):
@@ -283,14 +269,6 @@ class Acknowledgement:
     def text(self) -> str:
         """The text of the acknowledgement in a finding: author, end and reason."""
         return f"by {self.by} until {self.until.isoformat()}: {self.reason}"
-
-    @property
-    def ended_note(self) -> str:
-        """The note that a run shows if it begins after `until`."""
-        return (
-            f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
-            f"the finding counts again. Remove the acknowledgement, or give it another until"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ This code runs on executors, on which only pyspark, pyarrow and the ADBC driver 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,15 @@ def connect(url: str) -> Any:
     import adbc_driver_postgresql.dbapi
 
     return adbc_driver_postgresql.dbapi.connect(url, autocommit=True)
+
+
+def close(connection: Any) -> None:
+    """Close a connection, if there is one; a connection that was lost is no error."""
+    import adbc_driver_manager
+
+    if connection is not None:
+        with contextlib.suppress(adbc_driver_manager.Error):
+            connection.close()
 
 
 def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] = ()) -> list[str]:

@@ -30,13 +30,11 @@ class ColumnKind(enum.Enum):
     """A text in its bounded form (module `bounded`)."""
 
 
+# All other columns arrive as texts.
 _SPARK_TYPES: dict[ColumnKind, DataType] = {
-    ColumnKind.TEXT: StringType(),
     ColumnKind.BIGINT: LongType(),
     ColumnKind.TIMESTAMP: TimestampType(),
     ColumnKind.BINARY: BinaryType(),
-    ColumnKind.MICROSECONDS: StringType(),
-    ColumnKind.BOUNDED: StringType(),
 }
 
 
@@ -69,7 +67,8 @@ class TableSelection:
     @property
     def schema(self) -> StructType:
         """The schema of the result; every column is nullable."""
-        return StructType([StructField(column.name, _SPARK_TYPES[column.kind], True) for column in self.columns])
+        kinds = {column.name: _SPARK_TYPES.get(column.kind, StringType()) for column in self.columns}
+        return StructType([StructField(name, kind, True) for name, kind in kinds.items()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ executors. PostgreSQL sees no deadlock, because the executors and the snapshot a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any, Final
 
@@ -66,9 +65,9 @@ class BlockingWatch:
                 connection = connection or adbc.connect(self._url)
                 self._give_way(connection)
             except adbc_driver_manager.Error:
-                _close(connection)
+                adbc.close(connection)
                 connection = None
-        _close(connection)
+        adbc.close(connection)
 
     def _give_way(self, connection: Any) -> None:
         with connection.cursor() as cursor:
@@ -86,11 +85,3 @@ class BlockingWatch:
             )
             cursor.execute(f"SELECT count(pg_terminate_backend(pid)) FROM unnest('{ours}'::int[]) pid")
             cursor.fetchall()
-
-
-def _close(connection: Any) -> None:
-    import adbc_driver_manager
-
-    if connection is not None:
-        with contextlib.suppress(adbc_driver_manager.Error):
-            connection.close()

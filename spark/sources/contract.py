@@ -10,60 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..rules.rule import FieldType, GroupRule, Rule
+from ..rules.rule import FieldType, Rule
 from .base import Column, ColumnKind, TableSelection
+
+_TYPES: Final = {
+    "message_id": "uuid",
+    "transaction_id": "uuid",
+    "body": "bytea",
+    "queue_id": "integer",
+    "attempt": "smallint",
+    **dict.fromkeys(("log_id", "retention_seconds", "start_offset", "queue_offset"), "bigint"),
+}
+
+
+def _columns(names: str) -> dict[str, str]:
+    return {
+        name: "timestamp with time zone" if name.endswith("_at") else _TYPES.get(name, "text") for name in names.split()
+    }
+
 
 # The columns that a run reads from each view, with their PostgreSQL types.
 VIEWS: Final[dict[str, dict[str, str]]] = {
-    "message_v1": {
-        "log_id": "bigint",
-        "message_id": "uuid",
-        "transaction_id": "uuid",
-        "topic": "text",
-        "key": "text",
-        "tag": "text",
-        "content_type": "text",
-        "headers": "text",
-        "body": "bytea",
-        "stored_at": "timestamp with time zone",
-        "deliver_at": "timestamp with time zone",
-        "state": "text",
-        "decided_by": "text",
-        "decided_at": "timestamp with time zone",
-    },
-    "delivery_v1": {
-        "consumer_group": "text",
-        "topic": "text",
-        "log_id": "bigint",
-        "key": "text",
-        "tag": "text",
-        "state": "text",
-    },
-    "dead_letter_v1": {
-        "consumer_group": "text",
-        "log_id": "bigint",
-        "topic": "text",
-        "key": "text",
-        "tag": "text",
-        "dead_at": "timestamp with time zone",
-        "replayed_at": "timestamp with time zone",
-    },
-    "timed_out_v1": {
-        "consumer_group": "text",
-        "log_id": "bigint",
-        "topic": "text",
-        "key": "text",
-        "tag": "text",
-        "stored_at": "timestamp with time zone",
-        "timed_out_at": "timestamp with time zone",
-    },
-    "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
+    "message_v1": _columns(
+        "log_id message_id transaction_id topic key tag content_type headers body stored_at deliver_at state "
+        "decided_by decided_at"
+    ),
+    "delivery_v1": _columns("consumer_group topic log_id key tag state"),
+    "dead_letter_v1": _columns("consumer_group log_id topic key tag dead_at replayed_at"),
+    "timed_out_v1": _columns("consumer_group log_id topic key tag stored_at timed_out_at"),
+    "topic_v1": _columns("topic retention_seconds pruned_at"),
     # `archive --erase` reads the next view.
-    "erased_v1": {"kind": "text", "topic": "text", "value": "text", "replacement": "text"},
+    "erased_v1": _columns("kind topic value replacement"),
     # A run reads the next three views if a group has no owed_when.
-    "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
-    "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
-    "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
+    "group_v1": _columns("consumer_group topic filter"),
+    "offset_v1": _columns("consumer_group topic queue_id start_offset"),
+    "queue_entry_v1": _columns("queue_id queue_offset log_id attempt"),
 }
 MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
 
@@ -115,7 +96,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
     """
     group = rule.groups[number]
     if group.table is None:
-        columns = _broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed)
+        columns = _broker_columns(rule, {"state": f"'effect {number}'"}, detailed=detailed)
         passed = (("consumer_group", group.name), ("state", "passed"))
         return _of_topic(rule, "delivery_v1", columns, passed, time="stored_at")
     return TableSelection(
@@ -139,7 +120,8 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
     more = {name: name for name in ("content_type", "body", *_DETAILS)} | {"owed": owed(rule)}
     columns = _broker_columns(rule, {**names, **more}, detailed=detailed)
-    return _of_topic(rule, "message_v1", columns, time="stored_at", conditions=_message_when(rule))
+    conditions = (rule.message_when,) if rule.message_when else ()
+    return _of_topic(rule, "message_v1", columns, time="stored_at", conditions=conditions)
 
 
 def owed(rule: Rule) -> str:
@@ -186,21 +168,6 @@ def deliveries(rule: Rule) -> TableSelection:
     return _of_topic(rule, "delivery_v1", columns)
 
 
-def dead_state(group: GroupRule) -> str:
-    """The text that `dead_letters` writes into the column `state` for a dead letter of this group."""
-    return f"dead {group.name}"
-
-
-def timed_out_state(group: GroupRule) -> str:
-    """The text that `timed_out` writes into the column `state` for a message that timed out in this group."""
-    return f"timed out {group.name}"
-
-
-def effect_state(number: int) -> str:
-    """The text that `effects` writes into the column `state` if a delivery counts as an effect of group `number`."""
-    return f"effect {number}"
-
-
 def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False) -> tuple[Column, ...]:
     kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
     kinds["owed"] = _BIGINT
@@ -214,10 +181,6 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
         names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
-
-
-def _message_when(rule: Rule) -> tuple[str, ...]:
-    return (rule.message_when,) if rule.message_when else ()
 
 
 def _of_topic(

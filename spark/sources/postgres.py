@@ -107,12 +107,8 @@ class PostgresSource:
         return row
 
     def close(self) -> None:
-        if self._coordinator is not None:
-            import adbc_driver_manager
-
-            with contextlib.suppress(adbc_driver_manager.Error):
-                self._coordinator.close()
-            self._coordinator, self._snapshot = None, ""
+        adbc.close(self._coordinator)
+        self._coordinator, self._snapshot = None, ""
         if self._blocking is not None:
             self._blocking.close()
 
@@ -152,7 +148,7 @@ class PostgresSource:
         for selection in selections:
             terms = sql.conditions(selection, since, until)
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
-            queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
+            queries += [sql.select(selection, self.table_of(selection), [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
@@ -161,7 +157,7 @@ class PostgresSource:
         key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
         newer = f"{key} IN (SELECT {key} FROM {self.table_of(selection)}{where})"
         terms = [*sql.conditions(selection, None, since), newer]
-        return self._frame(selection, [self._select(selection, terms)])
+        return self._frame(selection, [sql.select(selection, self.table_of(selection), terms)])
 
     def is_unique(self, selection: TableSelection) -> bool:
         """Whether a unique index excludes two rows with one key."""
@@ -180,7 +176,7 @@ class PostgresSource:
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
-                queries.append(self._select(selection, [*fixed, condition]))
+                queries.append(sql.select(selection, self.table_of(selection), [*fixed, condition]))
         return self._frame(wanted[0][0], queries)
 
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
@@ -224,9 +220,6 @@ class PostgresSource:
         except ReconcileError:
             self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
             raise
-
-    def _select(self, selection: TableSelection, terms: list[str]) -> str:
-        return sql.select(selection, self.table_of(selection), terms)
 
     def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
         self._spark.dataSource.register(adbc.PostgresDataSource)

@@ -112,16 +112,12 @@ def keys_condition(key: str, column_type: str | None, keys: Sequence[str]) -> st
 
 def _keys_term(key: str, column_type: str | None, keys: Sequence[str]) -> str:
     if is_column(key) and column_type in _INTEGER_TYPES:
-        return f"{name(key)} = ANY({_array([k for k in keys if _is_bigint(k)])}::bigint[])"
+        numbers = [k for k in keys if _INTEGER.fullmatch(k) and int(k) in _BIGINT]
+        return f"{name(key)} = ANY({_array(numbers)}::bigint[])"
     if is_column(key) and column_type == "uuid":
         return f"{name(key)} = ANY({_array([k for k in keys if _UUID.fullmatch(k)])}::uuid[])"
-    if is_column(key) and column_type == "text":
-        return f"{name(key)} = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
-    return f"{expression(key)}::text = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
-
-
-def _is_bigint(value: str) -> bool:
-    return _INTEGER.fullmatch(value) is not None and int(value) in _BIGINT
+    value = name(key) if is_column(key) and column_type == "text" else f"{expression(key)}::text"
+    return f"{value} = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
 
 
 def _array(values: Sequence[str]) -> str:

@@ -56,12 +56,12 @@ def _time(microseconds: Column, field: FieldRule) -> Column:
 
 def _compared(value: Column, field: FieldRule) -> Column:
     if field.type is FieldType.INTEGER:
-        return number(value, NUMBER)
+        return number(value)
     if field.type is FieldType.DECIMAL:
-        special = F.lit(None).cast(NUMBER)
-        for place, names in NOT_FINITE.items():
-            special = F.when(F.lower(value).isin(*names), F.lit(place).cast(NUMBER)).otherwise(special)
-        return F.coalesce(number(value, NUMBER), special)
+        special = [
+            F.when(F.lower(value).isin(*names), F.lit(place).cast(NUMBER)) for place, names in NOT_FINITE.items()
+        ]
+        return F.coalesce(number(value), *special)
     if field.type is FieldType.BOOLEAN:
         return value.try_cast("boolean")
     if field.type is FieldType.DATE:
@@ -95,10 +95,10 @@ def date(text: Column) -> Column:
     return F.when(is_usual, text.try_cast("date")).otherwise(of_time)
 
 
-def number(text: Column, kind: DecimalType) -> Column:
+def number(text: Column) -> Column:
     """The number in a text of ASCII characters; null for other texts. Without the limit to ASCII, Java would also read
     the digits of other scripts."""
-    return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
+    return F.when(F.octet_length(text) == F.length(text), text.try_cast(NUMBER))
 
 
 def _has_date(text: Column) -> Column:

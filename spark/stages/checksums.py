@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ..common.errors import ReconcileError
@@ -278,10 +279,7 @@ def _interval(seconds: float) -> str:
 
 
 def _ranges(buckets: set[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for bucket in sorted(buckets):
-        if found and found[-1][1] == bucket - 1:
-            found[-1] = (found[-1][0], bucket)
-        else:
-            found.append((bucket, bucket))
-    return found
+    """The first and the last bucket of each row of buckets without a gap."""
+    rows = groupby(enumerate(sorted(buckets)), lambda numbered: numbered[1] - numbered[0])
+    listed = ([bucket for _, bucket in row] for _, row in rows)
+    return [(row[0], row[-1]) for row in listed]

@@ -18,7 +18,6 @@ from pyspark.sql import functions as F
 from ..common.errors import RunIncomplete, readable_errors
 from ..judging import classify, detail, evidence, masking
 from ..rules.rule import FindingClass, Rule
-from ..sources import contract
 from ..sources.databases import Sources
 from . import sides
 from .job import Job, columns_of, write
@@ -38,8 +37,6 @@ SCHEMA: Final = (
 )
 # The columns that only later stages use, and that the findings file does not have.
 INTERNAL: Final = "values string, carry boolean"
-
-
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
 """The subjects that the next run judges again: findings and pending subjects. The `class` of a pending subject is the
 class of its earlier finding, or null."""
@@ -199,10 +196,7 @@ def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
 
 def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
     """The oldest dead letter of each key and group."""
-    group = F.lit(None).cast("string")
-    for declared in rule.groups:
-        group = F.when(F.col("state") == contract.dead_state(declared), declared.name).otherwise(group)
-    letters = read.dead_letters.select("key", group.alias("group"), "log_id").where(F.col("group").isNotNull())
+    letters = read.dead_letters.withColumn("group", F.regexp_replace("state", "^dead ", ""))
     return letters.groupBy("key", "group").agg(
         F.min("log_id").alias("dead_log_id"), F.count(F.lit(1)).alias("dead_count")
     )

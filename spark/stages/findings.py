@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete
 from ..judging import causes
-from ..judging.causes import Cause, FindingCounts
+from ..judging.causes import Cause
 from ..judging.classify import Window
 from ..judging.remedies import with_remedies
 from ..rules.rule import CLASSES, FAULTS, Acknowledgement, FindingClass
@@ -50,26 +50,25 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The written findings of a run and their counts. `written` is None if no subject is suspected, pending or open.
+    """The written findings of a run and their causes. `written` is None if no subject is suspected, pending or open.
 
-    `counted` has each finding once. `still_open` is the number of subjects that the next run judges again.
+    `still_open` is the number of subjects that the next run judges again.
     """
 
     rules: list[JudgedRule]
     written: DataFrame | None
-    counted: list[FindingCounts]
     causes: list[Cause]
     still_open: int
 
     @property
     def acknowledged(self) -> int:
         """The number of acknowledged findings."""
-        return sum(each.findings for each in self.counted if each.is_known)
+        return sum(each.first_acknowledged for each in self.causes)
 
     @property
     def new(self) -> int:
         """The number of findings that no earlier result had and that are not acknowledged."""
-        return sum(each.findings for each in self.counted if each.is_new)
+        return sum(each.first_new for each in self.causes)
 
 
 def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
@@ -79,24 +78,21 @@ def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: Dat
     judged yet.
     """
     written: DataFrame | None = None
-    counted: list[FindingCounts] = []
     by_cause: list[Cause] = []
     left = 0
     if still_open is None and not any(each.keys or each.scanned.saw(FindingClass.PENDING) for each in rules):
         job.write_empty("findings", FINDINGS_SCHEMA)
         job.write_empty("open", OPEN_SCHEMA)
     else:
-        written, in_details, left = _write(spark, rules, still_open, job)
-        counted = [each for each in in_details if each.is_first]
-        by_cause = causes.causes(in_details)
-    judged = _judged(spark, rules, written, counted)
+        written, by_cause, left = _write(spark, rules, still_open, job)
+    judged = _judged(spark, rules, written, by_cause)
     _check_interval(judged)
-    return Findings(judged, written, counted, by_cause, left)
+    return Findings(judged, written, by_cause, left)
 
 
 def _write(
     spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job
-) -> tuple[DataFrame, list[FindingCounts], int]:
+) -> tuple[DataFrame, list[Cause], int]:
     earlier = empty_frame(spark, OPEN_SCHEMA) if still_open is None else still_open
     confirmed, target = _confirmed(spark, rules), job.path("findings")
     if still_open is not None or all(
@@ -107,7 +103,7 @@ def _write(
     windows = {each.scanned.prepared.rule.name: each.scanned.prepared.window for each in rules}
     found = compared(confirmed, earlier, waiting, windows)
     in_force = [each for each in job.rules.acknowledged if job.started < each.until]
-    found = with_remedies(with_acknowledgements(spark, found, in_force))
+    found = with_remedies(with_acknowledgements(found, in_force))
     # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
     # findings twice.
     ordered = (
@@ -115,9 +111,11 @@ def _write(
     )
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
-    counts = counted(written)
-    check_parts(target, count, sum(each.findings for each in counts if each.is_first))
-    return written, counts, write(state_of(written, waiting).coalesce(1), job.path("open"), OPEN_SCHEMA)
+    by_cause = causes_of(written)
+    check_parts(target, count, sum(each.first_findings for each in by_cause))
+    columns = columns_of(OPEN_SCHEMA)
+    left = written.where(F.col("class").isin(_FAULTS)).select(*columns).unionByName(waiting.select(*columns))
+    return written, by_cause, write(left.coalesce(1), job.path("open"), OPEN_SCHEMA)
 
 
 def _suspects(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame:
@@ -206,10 +204,7 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
 
 def _by_rule(times: Mapping[str, datetime | None]) -> Column:
     """A column that contains, for each row, the time that `times` has for the name of the row's rule."""
-    found = F.lit(None).cast("timestamp")
-    for rule, time in times.items():
-        found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
-    return found
+    return F.coalesce(*(F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")) for rule, time in times.items()))
 
 
 def closed(gone: DataFrame) -> DataFrame:
@@ -251,49 +246,38 @@ def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> Dat
     return unique.join(current, SUBJECT, "left_anti").join(known, SUBJECT, "left").select(*columns_of(OPEN_SCHEMA))
 
 
-def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
-    """The subjects that the next run judges again (OPEN_SCHEMA)."""
-    faults = findings.where(F.col("class").isin(_FAULTS)).select(*columns_of(OPEN_SCHEMA))
-    return faults.unionByName(pending.select(*columns_of(OPEN_SCHEMA)))
-
-
-_KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, acknowledged string"
-
-
-def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
+def with_acknowledgements(findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
     """Add the column `acknowledged` to the findings: author, end and reason of the acknowledgement; null if there is
     none."""
-    if not given:
-        return findings.withColumn("acknowledged", F.lit(None).cast("string"))
-    rows = [(each.rule, each.key, each.group, each.finding_class, each.text) for each in given]
-    known = F.broadcast(spark.createDataFrame(rows, _KNOWN_SCHEMA)).alias("known")
-    found = findings.alias("found")
-    same = [F.col(f"found.{name}") == F.col(f"known.{name}") for name in ("rule", "key", "class")]
-    of_group = F.col("known.of_group").isNull() | (F.col("known.of_group") == F.col("found.group"))
-    # Several acknowledgements may match one finding. Grouping keeps one row per finding.
-    matched = found.join(known, [*same, of_group], "left").groupBy(*(f"found.{name}" for name in SUBJECT))
-    texts = matched.agg(F.max("known.acknowledged").alias("acknowledged"))
-    return findings.join(texts, SUBJECT, "left")
+    known = {(each.rule, each.key, each.finding_class, each.group): each.text for each in given}
+    # A lambda, because Spark would evaluate the annotations of a function.
+    find = F.udf(lambda *subject: known.get(subject) or known.get((*subject[:3], None)), "string")
+    text = find("rule", "key", "class", "group") if known else F.lit(None).cast("string")
+    return findings.withColumn("acknowledged", text)
 
 
-def counted(findings: DataFrame) -> list[FindingCounts]:
-    """The numbers of written findings, computed in one pass over them. A finding is counted once per detail."""
+def causes_of(findings: DataFrame) -> list[Cause]:
+    """The causes of written findings, the most urgent first, computed in one pass. A finding counts in each detail."""
     is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
-    is_new = ~is_known & F.col("was").isNull()
-    columns = [(is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
-    subject = ["rule", "group", "class"]
+    is_new = is_fault & ~is_known & F.col("was").isNull()
+    counted = {"findings": F.lit(True), "new": is_new, "acknowledged": is_fault & is_known}
     oldest = F.date_trunc("second", F.coalesce("message_at", "row_at", "at")).alias("oldest")
-    details = F.posexplode(causes.column()).alias("place", "cause")
-    in_details = findings.select(*subject, *columns, "severity", oldest, details)
-    is_first = (F.col("place") == 0).alias("is_first")
-    grouped = in_details.groupBy(*subject, "is_known", "is_new", "cause", is_first).agg(
-        F.max("severity"), F.count(F.lit(1)), F.date_format(F.min("oldest"), "yyyy-MM-dd'T'HH:mm:ss'Z'")
+    details = F.posexplode(causes.column()).alias("place", "detail")
+    subject = ("rule", F.col("class").alias("finding_class"), "group")
+    in_details = findings.select(
+        *subject, "severity", oldest, *(flag.alias(name) for name, flag in counted.items()), details
     )
-    return [FindingCounts(*row) for row in grouped.collect()]
+    grouped = in_details.groupBy("rule", "finding_class", "group", "detail").agg(
+        F.max("severity").alias("severity"),
+        F.date_format(F.min("oldest"), "yyyy-MM-dd'T'HH:mm:ss'Z'").alias("oldest"),
+        *(F.count_if(name).alias(name) for name in counted),
+        *(F.count_if(F.col(name) & (F.col("place") == 0)).alias(f"first_{name}") for name in counted),
+    )
+    return causes.ordered(Cause(**row.asDict()) for row in grouped.collect())
 
 
 def _judged(
-    spark: SparkSession, rules: Sequence[ConfirmedRule], written: DataFrame | None, counted: Sequence[FindingCounts]
+    spark: SparkSession, rules: Sequence[ConfirmedRule], written: DataFrame | None, by_cause: Sequence[Cause]
 ) -> list[JudgedRule]:
     """The final counts of each rule."""
     dismissed = {} if written is None else _dismissed(spark, rules, written)
@@ -302,9 +286,9 @@ def _judged(
         name, skipped, counts = each.scanned.prepared.rule.name, each.scanned.checksums.skipped_rows, {}
         for subject, seen in each.scanned.counts.items():
             counts[subject] = dict.fromkeys((known.value for known in CLASSES), 0)
-            for found in counted:
-                if (found.rule, found.group) == (name, subject):
-                    counts[subject][found.name] += found.findings
+            for cause in by_cause:
+                if (cause.rule, cause.group) == (name, subject):
+                    counts[subject][cause.finding_class] += cause.first_findings
             counts[subject]["OK"] = seen["OK"] + dismissed.get((name, subject, "OK"), 0) + skipped
             for waits in ("PENDING", "ERASED"):
                 counts[subject][waits] = seen[waits] + dismissed.get((name, subject, waits), 0)

@@ -67,7 +67,10 @@ def prepare(
         source.check_finite(contract.rows(rule), window.since)
     notes += of_groups + [_WITHOUT[view] for view in missing]
     notes += [
-        each.ended_note for each in job.rules.acknowledged if each.rule == rule.name and each.until <= job.started
+        f"the acknowledgement of {each.finding_class} {each.key!r} by {each.by} ended at {each.until.isoformat()}: the "
+        f"finding counts again. Remove the acknowledgement, or give it another until"
+        for each in job.rules.acknowledged
+        if each.rule == rule.name and each.until <= job.started
     ]
     notes += [
         f"group {group.name} is judged by the broker's offsets, which show whether the group is past a message, "
@@ -199,11 +202,8 @@ def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tupl
 
 def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
     """The rule in the previous result; None if the rule is new or was changed."""
-    for known in [] if previous is None else previous["rules"]:
-        if known["name"] == rule.name and known["digest"] == rule.digest:
-            found: dict[str, Any] = known
-            return found
-    return None
+    known = () if previous is None else previous["rules"]
+    return next((each for each in known if (each["name"], each["digest"]) == (rule.name, rule.digest)), None)
 
 
 def _looked_back(window: Window, known: dict[str, Any] | None) -> dict[str, str | None] | None:

@@ -35,11 +35,6 @@ class ScannedRule:
     messages: int
     counts: Counts
 
-    @property
-    def notes(self) -> list[str]:
-        """The notes of the stages prepare, compare and scan."""
-        return [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
-
     def saw(self, *classes: FindingClass) -> bool:
         """Whether the first look gave a subject one of these classes."""
         return any(counts[name.value] for counts in self.counts.values() for name in classes)

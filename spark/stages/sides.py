@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ..judging import evidence
+from ..judging.remedies import UUID
 from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
@@ -25,7 +26,6 @@ from .prepare import PreparedRule, margin
 
 # The largest number of keys that one query names.
 MAX_KEYS: Final = 50_000
-UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class ReadLimits:
 class _Tables:
     """The selections of a rule by source: business tables, effects with message ids, and the broker's views."""
 
-    tables: list[tuple[DataSource, list[TableSelection]]]
-    by_message: list[tuple[DataSource, list[TableSelection]]]
+    tables: dict[DataSource, list[TableSelection]]
+    by_message: dict[DataSource, list[TableSelection]]
     broker: list[TableSelection]
 
 
@@ -54,8 +54,8 @@ def _tables(
     prepared: PreparedRule, sources: Sources, limits: ReadLimits | None = None, *, detailed: bool = False
 ) -> _Tables:
     rule, limits = prepared.rule, limits or ReadLimits()
-    tables = [(sources[rule.database], [_limited(contract.rows(rule, detailed=detailed), limits.rows)])]
-    by_message: list[tuple[DataSource, list[TableSelection]]] = []
+    tables = {sources[rule.database]: [_limited(contract.rows(rule, detailed=detailed), limits.rows)]}
+    by_message: dict[DataSource, list[TableSelection]] = {}
     broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
     for number, group in enumerate(rule.groups):
         selection = contract.effects(rule, number, detailed=detailed)
@@ -64,20 +64,13 @@ def _tables(
         if selection.in_broker:
             broker.append(selection)
         else:
-            _add(by_message if group.message_id else tables, sources[group.database], selection)
+            found = by_message if group.message_id else tables
+            found.setdefault(sources[group.database], []).append(selection)
     if rule.groups and "dead_letter_v1" not in prepared.missing_views:
         broker.append(contract.dead_letters(rule, detailed=detailed))
     if rule.groups and "timed_out_v1" not in prepared.missing_views:
         broker.append(contract.timed_out(rule, detailed=detailed))
     return _Tables(tables, by_message, broker)
-
-
-def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, selection: TableSelection) -> None:
-    for known, selections in to:
-        if known is source:
-            selections.append(selection)
-            return
-    to.append((source, [selection]))
 
 
 def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> list[DataFrame]:
@@ -92,14 +85,14 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
     wanted = _tables(prepared, sources, limits)
     messages = sources.broker.read(wanted.broker, start, end)
-    tables = [source.read(selections, start, end) for source, selections in wanted.tables]
+    tables = [source.read(selections, start, end) for source, selections in wanted.tables.items()]
     if start is not None and not window.is_exact:
         # A key may have an earlier row, judged in an earlier window, and a second row in this window. The run reads the
         # earlier row too, because the message of the earlier row would otherwise count as the message of the second
         # row.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
-    for source, selections in wanted.by_message:
+    for source, selections in wanted.by_message.items():
         ids = sources.broker.read([contract.message_ids()], start, end)
         tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))
     return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
@@ -135,20 +128,15 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
 
     def read_by_id(source: DataSource, selections: Sequence[TableSelection], ids: DataFrame) -> DataFrame:
         named = [row[0] for row in ids.select("message_id").collect()]
-        named += [key for key in listed if UUID.fullmatch(key)]
+        named += [key for key in listed if re.fullmatch(UUID, key)]
         return source.read_keys([(each, named) for each in selections])
 
     wanted = _tables(prepared, sources, detailed=True)
     # A row without a time is not judged, but the finding about its message must not say that there is no row. An effect
     # without a time happened, and a remedy must not let it happen again.
-    wanted = _Tables(_of_any_time(wanted.tables), _of_any_time(wanted.by_message), wanted.broker)
+    for selections in (*wanted.tables.values(), *wanted.by_message.values()):
+        selections[:] = [replace(each, time=None) for each in selections]
     return _key_sides(prepared, sources, wanted, read, read_by_id)
-
-
-def _of_any_time(
-    tables: list[tuple[DataSource, list[TableSelection]]],
-) -> list[tuple[DataSource, list[TableSelection]]]:
-    return [(source, [replace(each, time=None) for each in selections]) for source, selections in tables]
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
@@ -179,17 +167,12 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     """
     if not any(group.message_id for group in rule.groups):
         return keys
-    named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
+    named = [row[0] for row in keys.where(F.col("key").rlike(UUID)).select("key").collect()]
     if not named:
         return keys
     ids = sources.broker.read_keys([(contract.message_ids(), named)])
-    is_ours = F.col("topic") == F.lit(rule.topic)
-    is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
-    known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
-    found = keys.join(known, keys["key"] == known["message_id"], "left").where(F.coalesce("is_ours", F.lit(True)))
-    key = F.when(F.col("message_id").isNotNull(), F.coalesce("of", F.lit(""))).otherwise(F.col("key"))
-    real = found.select(key.alias("key"), "carried", "sought_at")
-    return real.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
+    real = evidence.with_keys(keys, ids, rule, None).groupBy(F.coalesce("key", F.lit("")).alias("key"))
+    return real.agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
 
 def _key_sides(
@@ -204,8 +187,8 @@ def _key_sides(
     rule = prepared.rule
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
     broker = evidence.read_again(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
-    tables = [read(source, selections) for source, selections in wanted.tables]
-    for source, selections in wanted.by_message:
+    tables = [read(source, selections) for source, selections in wanted.tables.items()]
+    for source, selections in wanted.by_message.items():
         ids = _ids(rule, broker)
         tables.append(evidence.with_keys(read_by_id(source, selections, ids), ids, rule, prepared.window.floor))
     has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views

@@ -78,18 +78,3 @@ def test_a_second_interrupt_ends_a_worker_without_celery_at_once(shop: Project) 
     assert "Traceback" not in log.read_text()
     assert len(pids) == 2
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="the children's end")
-
-
-LOADED = """
-import sys
-print(*sorted(name.removeprefix("outbox.broker.") for name in sys.modules if name.startswith("outbox.broker.")))
-"""
-
-
-def test_a_worker_without_roles_loads_no_code_of_them(shop: Project) -> None:
-    """A web process, a plain worker and what supervises start as fast as they can."""
-    roles = {"consumer.runtime", "maintenance.retention", "leading", "process"}
-    first = "import shop.celery; from outbox.contrib.django.worker import roles" + LOADED
-    without, with_them = shop.python(f"{first}\nimport outbox.contrib.django.worker.child{LOADED}").splitlines()
-    assert roles & set(without.split()) == set()
-    assert roles <= set(with_them.split())

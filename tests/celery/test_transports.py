@@ -64,12 +64,6 @@ def test_tasks_of_a_transaction_on_every_transport(shop: Project) -> None:
     assert shop.mails() == DONE
 
 
-DIE_AFTER_COMMIT = """
-from shop.services import pay
-pay("A-1")
-"""
-
-
 @pytest.mark.parametrize("shop", ["redis"], indirect=True)
 @pytest.mark.parametrize("delay", ["delay", "outbox"])
 @pytest.mark.slow

@@ -17,9 +17,10 @@ from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
-from outbox.contrib.django.engine.broker import flush
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.subscription import Subscription
+from tests.django.conftest import point_alias
 from tests.django.state import rolled_back
 from tests.django.support import sequence
 
@@ -118,3 +119,16 @@ def fault(
         return inject
 
     return add
+
+
+@contextlib.contextmanager
+def away(alias: str) -> Iterator[None]:
+    """No server answers for this alias."""
+    url = alias_conninfo(alias)
+    point_alias(alias, NOWHERE)
+    reset_broker()
+    try:
+        yield
+    finally:
+        point_alias(alias, url)
+        reset_broker()

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
-from django.test import LiveServerTestCase, SimpleTestCase, TransactionTestCase, override_settings
+from django.test import LiveServerTestCase, TransactionTestCase, override_settings
 
-from outbox.contrib.django import message, publish
+from outbox.contrib.django import publish
 from outbox.contrib.django.testing import OutboxTestMixin
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.django.worker.workers import run_all
@@ -85,16 +85,6 @@ class Live(LiveServerTestCase):
         finally:
             connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
         assert not Order.objects.exists()
-
-
-class Simple(SimpleTestCase):
-    """No databases at all; building a message needs none."""
-
-    def test_building_is_allowed_and_publishing_is_not(self) -> None:
-        built = message("orders", {}, key="leak")
-        assert built.key == "leak"
-        with pytest.raises(ConfigurationError, match="IN_MEMORY"):
-            publish("orders", {}, key="leak", at_once=True)
 
 
 class Unguarded(unittest.TestCase):

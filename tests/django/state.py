@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, LiteralString
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connections, transaction
 from psycopg import sql
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.sessions import in_session
+from tests.django.shop.models import Effect
 from tests.django.urls import Refused
 
 
@@ -55,6 +56,30 @@ def decisions() -> dict[str, str | None]:
 def bodies() -> list[Any]:
     """The decoded JSON bodies, in log order."""
     return [json.loads(body) for (body,) in _rows("SELECT body FROM {schema}.commit_log ORDER BY log_id")]
+
+
+def effects(alias: str = "default") -> list[str]:
+    """The numbers of the effects of handlers."""
+    return sorted(Effect.objects.using(alias).values_list("number", flat=True))
+
+
+def execute(statement: str | sql.Composable, *parameters: Any, alias: str = "default") -> list[Any]:
+    """Execute a statement on a database of the application; its rows, if it has any."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement, parameters or None)
+        return cursor.fetchall() if cursor.description else []
+
+
+@contextlib.contextmanager
+def renamed(*tables: str, alias: str = "default") -> Iterator[None]:
+    """These tables of the application are missing."""
+    for table in tables:
+        execute(f"ALTER TABLE {table} RENAME TO {table}_away", alias=alias)
+    try:
+        yield
+    finally:
+        for table in tables:
+            execute(f"ALTER TABLE {table}_away RENAME TO {table}", alias=alias)
 
 
 def incidents() -> list[tuple[str, str]]:

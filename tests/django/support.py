@@ -12,9 +12,13 @@ from uuid import uuid4
 from django.core.management import call_command
 
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.leading import Sequencer
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.broker.operations.audit import count_messages
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.engine.broker import flush
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.ports import ConsumeCounts
 from outbox.utils import faults
 from tests.django.sessions import in_session
 
@@ -29,6 +33,31 @@ def _sequence(connection: Connection) -> None:
     sequencer = Sequencer(broker_database(), uuid4())
     while sequencer.run_once(connection).appended:
         pass
+
+
+def consume() -> ConsumeCounts:
+    """Queue everything that is decided, and let the registered handlers have it."""
+    sequence()
+    return consumer_runtime().run_once()
+
+
+def handle_all() -> None:
+    """Consume as often as a second delivery, if there were one, would need to come through."""
+    for _ in range(3):
+        consume()
+
+
+def broker_sql(statement: str, *values: Any) -> list[Any]:
+    """Execute a statement on the broker; its rows, if it has any."""
+    with broker_connection() as (connection, _):
+        cursor = connection.execute(statement.encode(), values or None)
+        return cursor.fetchall() if cursor.description else []
+
+
+def differences() -> list[str]:
+    """What the audit finds: messages that are counted in no state, or in two."""
+    with broker_connection() as (connection, schema):
+        return count_messages(Executor(connection, schema)).differences()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from django.core.management import call_command, load_command_class
 from django.core.management.base import CommandError
-from django.db import connections, transaction
+from django.db import transaction
 
 from outbox.broker.groups import lives
 from outbox.broker.groups.registration import register
@@ -27,15 +27,15 @@ from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.catalogue import ACTIONS, LISTINGS, of_command
-from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.subscription import Mode, Subscription
-from tests.django.broker_world import NOWHERE, World, new_world
+from tests.django.broker_world import World, away, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.shop.models import Order
+from tests.django.state import renamed
 from tests.django.support import sequence
 from tests.part_apps import app_of, command_files, has
 
@@ -330,27 +330,20 @@ def test_a_refused_action_changes_nothing_and_a_command_records_it(outbox_settin
 
 def test_without_the_table_nothing_is_done(outbox_settings: Callable[..., None]) -> None:
     with new_world(outbox_settings) as world:
-        with connections["default"].cursor() as cursor:
-            cursor.execute("ALTER TABLE outbox_operator_action RENAME TO away")
-        try:
-            with pytest.raises(CommandError, match=r"nothing was done.*run `manage.py migrate`"):
-                call_command("outbox_transaction", "reject")
-        finally:
-            with connections["default"].cursor() as cursor:
-                cursor.execute("ALTER TABLE away RENAME TO outbox_operator_action")
+        with (
+            renamed("outbox_operator_action"),
+            pytest.raises(CommandError, match=r"nothing was done.*run `manage.py migrate`"),
+        ):
+            call_command("outbox_transaction", "reject")
         assert REJECTING(world) == [(False,)]
 
 
 def test_while_the_application_is_down_the_log_keeps_the_entry(
     outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    reachable = alias_conninfo("default")
     with new_world(outbox_settings) as world:
-        point_alias("default", NOWHERE)
-        try:
+        with away("default"):
             call_command("outbox_transaction", "reject", "--reason", "the disk is full", stdout=StringIO())
-        finally:
-            point_alias("default", reachable)
         assert REJECTING(world) == [(True,)]
     assert not OperatorAction.objects.exists()
     said = [record.getMessage() for record in caplog.records if record.name == audit.__name__]
@@ -363,13 +356,9 @@ def test_while_the_application_is_down_only_a_forced_decision_is_made(outbox_set
     """The ledger proves nothing."""
     with new_world(outbox_settings) as world:
         given = {"id": str(undecided(world)), "decision": "commit"}
-        reachable = alias_conninfo("default")
-        point_alias("default", NOWHERE)
-        try:
+        with away("default"):
             with pytest.raises(CommandError, match="not what the ledger proves"):
                 by_command(ACTIONS["decide"], given)
             assert DECISIONS(world) == []
             by_command(ACTIONS["decide"], {**given, "force": "yes"})
-        finally:
-            point_alias("default", reachable)
         assert DECISIONS(world) == [("C", "O")]

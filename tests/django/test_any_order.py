@@ -149,11 +149,6 @@ def early(db: None) -> None:
 
 
 @pytest.fixture
-def early_committed(transactional_db: None) -> None:
-    place("early")
-
-
-@pytest.fixture
 def late(outbox: InMemoryOutbox) -> Iterator[None]:
     place("late")
     yield
@@ -169,11 +164,6 @@ def test_a_fixture_before_the_outbox(early: None, outbox: InMemoryOutbox, late: 
 
 def test_a_fixture_after_the_outbox(outbox: InMemoryOutbox, early: None) -> None:
     assert keys(outbox) == ["early"]
-
-
-def test_a_fixture_that_commits(early_committed: None, outbox: InMemoryOutbox) -> None:
-    assert keys(outbox) == ["early"]
-    assert outbox.drain() == 1
 
 
 class TestOfAProjectsOwnFixture:

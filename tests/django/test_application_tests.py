@@ -72,9 +72,9 @@ def test_with_a_listen_url_of_the_development_broker() -> None:
 @pytest.mark.parametrize("last", ["Unguarded", "WithItsOwnBroker"])
 def test_no_test_reaches_the_broker_of_the_settings(last: str) -> None:
     """Without a test database for the broker, and with one that some tests ask for."""
-    names = ("Plain", "InMemory", "Live", "Simple", last)
+    names = ("Plain", "InMemory", "Live", last)
     cases = [f"tests.django.runner_cases.{name}" for name in names]
-    assert "Ran 7 tests" in run("django", "test", "--noinput", *cases)
+    assert "Ran 6 tests" in run("django", "test", "--noinput", *cases)
 
 
 @pytest.mark.slow

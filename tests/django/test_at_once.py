@@ -12,7 +12,7 @@ from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse
-from django.test import AsyncClient, Client, TestCase, TransactionTestCase, override_settings
+from django.test import Client, TestCase, TransactionTestCase, override_settings
 from django.urls import path as route
 
 from outbox import Delivery
@@ -147,12 +147,7 @@ def view(request: HttpRequest, number: str) -> HttpResponse:
     return HttpResponse(status=201)
 
 
-async def async_view(request: HttpRequest, number: str) -> HttpResponse:
-    await apublish("orders", {}, key=number, at_once="at_once" in request.GET)
-    return HttpResponse(status=201)
-
-
-urlpatterns = [route("view/<number>", view), route("async/<number>", async_view)]
+urlpatterns = [route("view/<number>", view)]
 
 
 @override_settings(ROOT_URLCONF=__name__)
@@ -166,14 +161,6 @@ def test_a_view_with_and_without_atomic_requests(empty_log: None) -> None:
         connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
     # Without a transaction the row was committed before publish was called.
     assert (orders(), sent()) == (["off", "on"], ["on"])
-
-
-@override_settings(ROOT_URLCONF=__name__)
-def test_an_async_view(empty_log: None) -> None:
-    with pytest.raises(TransactionRequired, match=OUTSIDE):
-        async_to_sync(AsyncClient().post)("/async/refused")
-    assert async_to_sync(AsyncClient().post)("/async/sent?at_once").status_code == 201
-    assert sent() == ["sent"]
 
 
 def test_on_commit_callbacks_run_after_the_transaction(path: str) -> None:
@@ -252,11 +239,6 @@ class InTheTransactionOfATestCase(OutboxTestMixin, TestCase):
         with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
             transaction.on_commit(lambda: publish("orders", {}, key="6", at_once=True))
         assert sorted(item.key for item in self.outbox.messages("orders")) == ["3", "4", "6"]
-
-    def test_a_refusal_leaves_the_rest_of_the_test_usable(self) -> None:
-        with pytest.raises(TransactionRequired):
-            publish("orders", {})
-        assert Order.objects.count() == 0
 
 
 class WithoutATransaction(OutboxTestMixin, TransactionTestCase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,18 +13,19 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, IntegrityError, connections, transaction
 
 from outbox import Answer, Check, CheckBack, Decision, Message
 from outbox.contrib.django import get_broker, publish
-from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
+from outbox.contrib.django.ledger.pruning import first_id_after
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents
+from tests.django.support import end_messages_lost
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -142,14 +145,9 @@ def test_each_ledger_answers_for_its_own_rows() -> None:
 
 def test_two_projects_with_one_group_name() -> None:
     """The second project's check-back must not roll back the first one's committed order."""
-    faults.arm("producer.before_end=raise")
-    try:
-        with transaction.atomic():
-            Order.objects.create(number="paid")
-            publish("orders", {}, key="paid")
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
+    with end_messages_lost(), transaction.atomic():
+        Order.objects.create(number="paid")
+        publish("orders", {}, key="paid")
     second = LedgerChecker(aliases=["other", "lite"])
     counts = CheckBack(get_broker(), "shop", second).run_once()
     assert (counts.unknown, counts.rolled_back) == (1, 0)
@@ -278,3 +276,86 @@ def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor)
     wrong = [a for a in said if a.decision not in (Decision.UNKNOWN, outcome[results[a.transaction_id]])]
     assert wrong == []
     assert set(results.values()) == {"C", "R"}
+
+
+# -- kills ------------------------------------------------------------------------------------------
+
+
+def _killed(checks: Sequence[Check], step: str) -> bool:
+    """Whether a checker in a process of its own was killed at this step."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faults.arm(f"{step}=kill")
+            answers(checks)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(("step", "left"), [("check.before_tombstone", None), ("check.after_tombstone", "R")])
+def test_killed_around_the_tombstone(step: str, left: str | None) -> None:
+    checks = [check(uuid7()) for _ in range(3)]
+    # Once the tombstones exist, no process reaches that step again.
+    for _ in range(3 if left is None else 1):
+        assert _killed(checks, step)
+        assert {row("default", one.transaction_id) for one in checks} == {left}
+    found = answers(checks)
+    assert {found[one.transaction_id].decision for one in checks} == {Decision.ROLLBACK}
+    for one in checks:
+        with pytest.raises(IntegrityError), transaction.atomic():
+            ledger.insert_committed(connections["default"], one.transaction_id)
+
+
+# -- timeouts of the database -----------------------------------------------------------------------
+
+
+SETTINGS = ("statement_timeout", "lock_timeout", "transaction_timeout", "idle_in_transaction_session_timeout")
+SLOW = """
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.4); RETURN NULL; END $$;
+CREATE TRIGGER slow AFTER INSERT OR DELETE ON outbox_ledger FOR EACH STATEMENT EXECUTE FUNCTION slow();
+"""
+
+
+@pytest.fixture
+def impatient(empty_log: None) -> Iterator[None]:
+    """New connections to the database have timeouts, and writing to its ledger takes longer."""
+    # The application's own transaction is not what is tried here.
+    connections["default"].ensure_connection()
+    with closing(open_connection("default")) as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT name FROM pg_settings WHERE name = ANY (%s)", [list(SETTINGS)])
+        known = [name for (name,) in cursor.fetchall()]
+        database = connection.ops.quote_name(connection.settings_dict["NAME"])
+        for name in known:
+            cursor.execute(f"ALTER DATABASE {database} SET {name} = '200ms'")
+        cursor.execute(SLOW)
+        yield
+        cursor.execute("DROP FUNCTION slow() CASCADE")
+        for name in known:
+            cursor.execute(f"ALTER DATABASE {database} RESET {name}")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_barrier_is_written_and_rows_are_pruned() -> None:
+    absent = [check(uuid7()) for _ in range(3)]
+    found = answers(absent)
+    assert {found[one.transaction_id].decision for one in absent} == {Decision.ROLLBACK}
+    assert {row("default", one.transaction_id) for one in absent} == {"R"}
+    with closing(open_connection("default")) as connection:
+        ledger.advance_pruned_before(connection, first_id_after(max(one.transaction_id for one in absent)))
+        assert ledger.delete(connection, [one.transaction_id for one in absent]) == 3
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT current_setting('statement_timeout')")
+            assert cursor.fetchone() == ("200ms",), "not beyond the transaction"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_running_transaction_is_still_not_waited_for() -> None:
+    running, other = check(uuid7()), check(uuid7())
+    with transaction.atomic():
+        ledger.insert_committed(connections["default"], running.transaction_id)
+        found = answers([running, other])
+    assert found[running.transaction_id].decision is Decision.UNKNOWN
+    assert found[running.transaction_id].counts is False
+    assert found[other.transaction_id].decision is Decision.ROLLBACK

@@ -14,7 +14,6 @@ from django.db import connections
 
 from outbox import Delivery, Mode, OnError, RetryPolicy
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.audit import count_messages
 from outbox.contrib.blocked_keys import BlockKey
 from outbox.contrib.blocked_keys.blocking import first_of_key, list_blocked_keys
 from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, run_once
@@ -26,6 +25,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, InvalidSubscription, PermanentError
 from outbox.subscription import Subscription
 from tests.django.shop.models import Effect, Order
+from tests.django.support import differences
 from tests.support import eventually, killed
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -97,12 +97,7 @@ def settle(verb: str, *selection: str) -> None:
     call_command("outbox_dead_letter", verb, GROUP, *selection, no_input=True, stdout=StringIO())
 
 
-def differences() -> list[str]:
-    with broker_connection() as (connection, schema):
-        return count_messages(Executor(connection, schema)).differences()
-
-
-def test_later_messages_of_the_key_wait_and_then_follow_in_order(path: str) -> None:
+def test_later_messages_of_the_key_wait_and_then_follow_in_order(path: str, databases: None) -> None:
     # The step from the dead letters back to the queue is the broker's own, so each mode runs on one of the paths.
     subscribe(Mode.KEY_ORDERED if path == "two_phase" else Mode.ORDERLY)
     send("a1", "b1", "a2", "a3", "b2", broken="a1")

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
+from django.contrib.auth.models import User
+from django.core.checks import run_checks
 from django.db import connections, transaction
 from django.db.models import QuerySet
+from django.urls import reverse
 
-from outbox import Delivery, Message
-from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.django.database import effects
-from outbox.contrib.django.ledger import handled
+from outbox import Delivery, Message, RetryPolicy
+from outbox.broker.database.executor import Executor
+from outbox.broker.maintenance import retention
+from outbox.contrib.django import ClaimedDelivery, publish, run_prune, subscriber
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.effects import allowed, written
+from outbox.contrib.django.ledger import handled, pruning
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.contrib.django.subscribers import claims, outside, registry
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
+from outbox.contrib.django.testing import in_memory_outbox
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import (
+    ConfigurationError,
     HandlerNotStarted,
     InvalidSubscription,
     LeaseLost,
@@ -31,9 +40,14 @@ from outbox.errors import (
 )
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.ids import uuid7
+from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
+from tests.django.state import effects, execute, renamed
+from tests.django.support import call, consume
 from tests.django.test_inbox import cut_at_commit, slow_commits, waits_for
+from tests.django.threads import in_thread
 from tests.django.urls import Refused
+from tests.part_apps import has
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "no_claims")
@@ -41,9 +55,9 @@ pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "no_claims
 HANDLED, SKIPPED = Disposition.HANDLED, Disposition.SKIPPED
 
 
-def delivery(number: str = "one", message_id: UUID | None = None) -> Delivery:
-    message = Message(topic="orders", body=b"{}", key=number, message_id=message_id or uuid7())
-    return Delivery(message=message, body={}, group="slow", queue="orders/0", offset=0)
+def delivery(number: str = "one", topic: str = "orders") -> Delivery:
+    message = Message(topic=topic, body=b"{}", key=number, message_id=uuid7())
+    return Delivery(message=message, body={}, group="slow", queue=f"{topic}/0", offset=0)
 
 
 def run(given: Delivery, *, generation: int = 1, claimed: Callable[[float], None] = lambda _: None) -> Any:
@@ -55,12 +69,6 @@ def run(given: Delivery, *, generation: int = 1, claimed: Callable[[float], None
     )
     invoker = HandlerInvoker(lease_seconds=10.0, has_generations=True)
     return invoker.claim(registered.subscription, registered.handler, given, claimed, generation=generation)
-
-
-def replace_topic(given: Delivery, topic: str) -> Delivery:
-    """The delivery, published to another topic."""
-    message = Message(topic=topic, body=b"{}", key=given.key, message_id=given.message_id)
-    return Delivery(message=message, body={}, group="slow", queue=f"{topic}/0", offset=0)
 
 
 @pytest.fixture
@@ -75,19 +83,8 @@ def wait_for_renewals(claim: QuerySet[ClaimEntry]) -> None:
     eventually(lambda: claim.get().expires_at > enough)
 
 
-def in_thread(given: Delivery, **options: Any) -> Any:
-    def call() -> Any:
-        try:
-            return run(given, **options)
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result(20)
-
-
-def numbers(alias: str = "default") -> list[str]:
-    return sorted(Effect.objects.using(alias).values_list("number", flat=True))
+def run_in_thread(given: Delivery, **options: Any) -> Any:
+    return in_thread(lambda: run(given, **options))
 
 
 @pytest.fixture(params=["default", "lite"])
@@ -110,7 +107,7 @@ def test_the_writes_of_finish_and_the_inbox_row_commit_together(alias: str) -> N
 
     once = delivery()
     assert [run(once), run(once)] == [HANDLED, SKIPPED]
-    assert numbers(alias) == ["one"]
+    assert effects(alias) == ["one"]
     assert (InboxEntry.objects.using(alias).count(), ClaimEntry.objects.using(alias).count()) == (1, 0)
 
 
@@ -137,7 +134,7 @@ def test_a_finish_without_an_answer_is_no_failed_attempt() -> None:
         assert isinstance(run(once), LeaseLost)
         waiting.result(20)
     assert run(once) is SKIPPED
-    assert numbers() == ["one"]
+    assert effects() == ["one"]
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
@@ -157,7 +154,7 @@ def test_finish_fails_if_a_block_inside_it_is_left_open(alias: str, is_watched: 
     assert isinstance(found, TransactionUsageError) and "has left an atomic() block open" in str(found)
     assert run(delivery("next")) is HANDLED
     connections.close_all()
-    assert numbers(alias) == ["next"]
+    assert effects(alias) == ["next"]
 
 
 def test_a_finish_that_fails_may_be_repeated() -> None:
@@ -170,7 +167,7 @@ def test_a_finish_that_fails_may_be_repeated() -> None:
             Effect.objects.create(number="done")
 
     assert run(delivery()) == HANDLED
-    assert numbers() == ["done"]
+    assert effects() == ["done"]
 
 
 def test_a_thread_of_the_handler_stores_nothing_after_the_attempt() -> None:
@@ -230,7 +227,7 @@ def test_a_claimed_message_is_not_handled_a_second_time_meanwhile(alias: str) ->
 
     once = delivery()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once)
+        first = pool.submit(run_in_thread, once)
         assert started.wait(20)
         second = run(once)
         proceed.set()
@@ -243,8 +240,7 @@ def test_a_claimed_message_is_not_handled_a_second_time_meanwhile(alias: str) ->
 def locked(text: str) -> Iterator[None]:
     """Another session holds locks on the database of `default`."""
     with transaction.atomic(using="other"):
-        with connections["other"].cursor() as cursor:
-            cursor.execute(text)
+        execute(text, alias="other")
         yield
 
 
@@ -268,12 +264,12 @@ def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
         assert proceed.wait(20)
 
     # The ids are ordered by time.
-    deliveries = [delivery("1"), replace_topic(delivery("2"), "payments")]
+    deliveries = [delivery("1"), delivery("2", "payments")]
     with ThreadPoolExecutor(2) as pool:
         try:
-            calls = [pool.submit(in_thread, deliveries[0])]
+            calls = [pool.submit(run_in_thread, deliveries[0])]
             eventually(lambda: ClaimEntry.objects.count() == 1)
-            calls.append(pool.submit(in_thread, deliveries[1]))
+            calls.append(pool.submit(run_in_thread, deliveries[1]))
             mine = ClaimEntry.objects.using(alias).filter(message_id=deliveries[1].message_id)
             eventually(lambda: mine.exists())
             with locked(text):
@@ -285,8 +281,7 @@ def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
 
 def expire() -> None:
     """As if the process of the claim had been frozen for longer than the term."""
-    with connections["default"].cursor() as cursor:
-        cursor.execute("UPDATE outbox_claim SET expires_at = clock_timestamp()")
+    execute("UPDATE outbox_claim SET expires_at = clock_timestamp()")
 
 
 def test_a_claim_whose_term_is_over_is_not_taken_from_a_handler_of_this_process() -> None:
@@ -302,7 +297,7 @@ def test_a_claim_whose_term_is_over_is_not_taken_from_a_handler_of_this_process(
 
     once = delivery()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once)
+        first = pool.submit(run_in_thread, once)
         assert began.wait(20)
         expire()
         second = run(once)
@@ -310,7 +305,7 @@ def test_a_claim_whose_term_is_over_is_not_taken_from_a_handler_of_this_process(
         assert first.result(20) is HANDLED
     assert isinstance(second, ClaimedElsewhere)
     assert run(once) is SKIPPED
-    assert numbers() == ["one"]
+    assert effects() == ["one"]
 
 
 @pytest.mark.parametrize("late", ["finish", "step"])
@@ -325,9 +320,9 @@ def test_an_attempt_whose_claim_was_taken_over_stores_nothing(late: str, monkeyp
             with given.finish():
                 Effect.objects.create(number="second")
             return
-        with effects.allowed():
+        with allowed():
             expire()
-        results.append(in_thread(replace(once, attempt=2)))
+        results.append(run_in_thread(replace(once, attempt=2)))
         if late == "step":
             given.step("late", lambda: 1)
         with given.finish():
@@ -335,7 +330,7 @@ def test_an_attempt_whose_claim_was_taken_over_stores_nothing(late: str, monkeyp
 
     once = delivery()
     assert isinstance(run(once), LeaseLost)
-    assert (results, numbers()) == ([HANDLED], ["second"])
+    assert (results, effects()) == ([HANDLED], ["second"])
     assert run(once) == SKIPPED
     assert not StepEntry.objects.exists()
 
@@ -354,12 +349,12 @@ def test_a_handler_past_its_time_limit_loses_its_claim() -> None:
 
     once = delivery()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(in_thread, once)
+        first = pool.submit(run_in_thread, once)
         assert started.wait(20)
         eventually(lambda: run(once) == HANDLED)
         proceed.set()
         assert isinstance(first.result(20), LeaseLost)
-    assert numbers() == ["done"]
+    assert effects() == ["done"]
 
 
 def test_an_attempt_from_before_a_redelivery_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,11 +367,11 @@ def test_an_attempt_from_before_a_redelivery_stores_nothing(monkeypatch: pytest.
     def slow(given: ClaimedDelivery) -> None:
         charged = given.step("charge", lambda: given.attempt)
         if given.attempt == 1:
-            with effects.allowed():
+            with allowed():
                 expire()
-                assert in_thread(replace(once, attempt=2)) == HANDLED
+                assert run_in_thread(replace(once, attempt=2)) == HANDLED
                 handled.forget(connections["default"], "slow", once.message_id)
-            third.append(pool.submit(in_thread, replace(once, attempt=3)))
+            third.append(pool.submit(run_in_thread, replace(once, attempt=3)))
             assert stored.wait(20)
         if given.attempt == 3:
             stored.set()
@@ -391,7 +386,7 @@ def test_an_attempt_from_before_a_redelivery_stores_nothing(monkeypatch: pytest.
         assert third[0].result(20) == HANDLED
     assert isinstance(first, LeaseLost)
     # The second attempt has found the step of the first one; the third one began anew.
-    assert sorted(numbers()) == ["charged by 1, finished by 2", "charged by 3, finished by 3"]
+    assert sorted(effects()) == ["charged by 1, finished by 2", "charged by 3, finished by 3"]
 
 
 @pytest.mark.parametrize("attempts_before", [0, 1])
@@ -490,15 +485,6 @@ def test_a_result_that_cannot_be_stored_is_refused(result: object) -> None:
     assert not StepEntry.objects.exists()
 
 
-def test_a_step_may_write_and_publish_at_once() -> None:
-    @subscriber("orders", group="slow", effects="outside")
-    def slow(given: ClaimedDelivery) -> None:
-        given.step("note", lambda: Effect.objects.create(number=given.key).pk)
-
-    assert run(delivery()) == HANDLED
-    assert numbers() == ["one"]
-
-
 # -- writes outside of finish -------------------------------------------------------------------------
 
 
@@ -526,7 +512,7 @@ def test_a_write_outside_of_finish_is_refused_by_name(write: Any) -> None:
     assert isinstance(found, TransactionUsageError)
     for text in ("slow", "delivery.finish()", "was not done"):
         assert text in str(found)
-    assert numbers() + numbers("other") == ["there"]
+    assert effects() + effects("other") == ["there"]
     # The guard ends with the handler.
     Effect.objects.create(number="after")
 
@@ -566,63 +552,180 @@ def test_which_statements_write() -> None:
         ("DO $$BEGIN END$$", "DO"),
     ]
     for text, word in cases:
-        assert effects.written(text) == word
+        assert written(text) == word
 
 
-@pytest.mark.parametrize("place", ["atomic", "atomic of another database", "BEGIN by hand"])
-@pytest.mark.parametrize("what", ["step", "finish"])
-def test_no_transaction_is_open_during_a_slow_call(place: str, what: str) -> None:
+@pytest.mark.parametrize("place", ["default", "other", "BEGIN by hand"])
+def test_no_transaction_is_open_during_a_slow_call(place: str) -> None:
     calls: list[str] = []
 
     @subscriber("orders", group="slow", effects="outside")
     def slow(given: ClaimedDelivery) -> None:
         with contextlib.ExitStack() as stack:
             if place == "BEGIN by hand":
-                with connections["default"].cursor() as cursor:
-                    cursor.execute("BEGIN")
+                execute("BEGIN")
             else:
-                stack.enter_context(transaction.atomic(using="default" if place == "atomic" else "other"))
-            if what == "step":
+                stack.enter_context(transaction.atomic(using=place))
+            if given.key == "step":
                 given.step("call", calls.append, "called")
             else:
                 stack.enter_context(given.finish())
 
-    found = run(delivery())
-    assert isinstance(found, TransactionUsageError) and "a transaction is open" in str(found)
+    for what in ("step", "finish"):
+        found = run(delivery(what))
+        assert isinstance(found, TransactionUsageError) and "a transaction is open" in str(found)
     assert not calls
 
 
 # -- declarations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"batch": 2}, "batch"),
-        ({"broadcast": True}, "broadcast"),
-        ({"idempotent": False}, "idempotent"),
-        ({"on_error": {ValueError: "stop"}}, "stop"),
-        ({"effects": "elsewhere"}, "elsewhere"),
-    ],
-)
-def test_options_that_contradict_claims_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidSubscription, match=text):
-
-        @subscriber("orders", group="slow", **{"effects": "outside", **options})
-        def slow(given: ClaimedDelivery) -> None: ...
-
-
-def test_an_async_handler_is_refused() -> None:
-    with pytest.raises(InvalidSubscription, match="plain function"):
-
-        @subscriber("orders", group="slow", effects="outside")
-        async def slow(given: ClaimedDelivery) -> None: ...
-
-
-@pytest.mark.usefixtures("short_terms")
-def test_the_thread_that_renews_ends_with_the_last_claim() -> None:
-    @subscriber("orders", group="slow", effects="outside")
+def test_options_that_contradict_claims_and_an_async_handler_are_refused() -> None:
     def slow(given: ClaimedDelivery) -> None: ...
 
-    assert run(delivery()) == HANDLED
-    eventually(lambda: claims.renewals["default"].thread is None)
+    async def later(given: ClaimedDelivery) -> None: ...
+
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"batch": 2}, slow, "batch"),
+        ({"broadcast": True}, slow, "broadcast"),
+        ({"idempotent": False}, slow, "idempotent"),
+        ({"on_error": {ValueError: "stop"}}, slow, "stop"),
+        ({"effects": "elsewhere"}, slow, "elsewhere"),
+        ({}, later, "plain function"),
+    ]
+    for options, handler, text in cases:
+        with pytest.raises(InvalidSubscription, match=text):
+            subscriber("orders", group="slow", **{"effects": "outside", **options})(handler)
+
+
+# -- operating --------------------------------------------------------------------------------------
+
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def no_rows() -> Iterator[None]:
+    """Claims, steps and users are removed after the test."""
+    yield
+    for model in (ClaimEntry, StepEntry, User):
+        model.objects.all().delete()
+
+
+class Charging:
+    """A subscriber that fails after its step while `is_broken`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_broken = True
+
+        @subscriber("orders", group="charging", effects="outside", retry=RetryPolicy(max_attempts=1))
+        def charge(given: ClaimedDelivery) -> None:
+            given.step("charge", self.calls.append, given.step_key("charge"))
+            if self.is_broken:
+                raise Refused
+            with given.finish():
+                Effect.objects.create(number=given.key)
+
+
+def forget_old_rows() -> None:
+    """As if all rows were older than the inbox is kept, then prune."""
+    InboxEntry.objects.update(handled_at=LONG_AGO)
+    ClaimEntry.objects.update(expires_at=LONG_AGO)
+    StepEntry.objects.update(begun_at=LONG_AGO)
+    pruning._sweeps.clear()
+    run_prune()
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_replay() -> None:
+    charging = Charging()
+    receipt = publish("orders", {}, key="one", at_once=True)
+    consume()
+    shown = json.loads(call("outbox_message", "show", str(receipt.message_id), "--json"))
+    assert [(one["name"], one["attempt"], one["bytes"]) for one in shown["steps"]] == [("charge", 1, 4)]
+    assert [one["attempt"] for one in shown["claims"]] == [1]
+    assert "steps: group charging" in call("outbox_message", "show", str(receipt.message_id))
+    if has("console"):
+        page = client_of(make_user(*ALL)).get(reverse("outbox:message", args=[receipt.message_id])).content.decode()
+        assert "Claims and steps" in page and "<b>charge</b>" in page
+
+    forget_old_rows()
+    assert StepEntry.objects.count() == 1
+    charging.is_broken = False
+    call("outbox_dead_letter", "replay", "charging", str(receipt.message_id))
+    consume()
+    assert list(Effect.objects.values_list("number", flat=True)) == ["one"]
+    assert len(charging.calls) == 1
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_claims_and_steps_go_when_the_message_cannot_come_again() -> None:
+    charging = Charging()
+    charging.is_broken = False
+    publish("orders", {}, key="one", at_once=True)
+    consume()
+    forget_old_rows()
+    assert (StepEntry.objects.count(), InboxEntry.objects.count()) == (1, 1)
+    with broker_connection() as (connection, schema):
+        connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - interval '20 days'")
+        assert retention.run_once(Executor(connection, schema)).messages == 1
+    forget_old_rows()
+    assert (StepEntry.objects.count(), InboxEntry.objects.count()) == (0, 0)
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_a_redelivery_that_bypasses_the_inbox_runs_steps_and_finish_again() -> None:
+    charging = Charging()
+    charging.is_broken = False
+    with in_memory_outbox() as outbox:
+        publish("orders", {}, key="one", at_once=True)
+        outbox.drain()
+        assert outbox.redeliver() == 0
+        assert [outbox.redeliver(bypass_inbox=True) for _ in range(2)] == [1, 1]
+        charging.is_broken = True
+        with pytest.raises(Refused):
+            outbox.redeliver(bypass_inbox=True)
+    assert list(Effect.objects.values_list("number", flat=True)) == ["one"] * 3
+    # The other system gets the same key, so it can recognise the repetition.
+    assert len(charging.calls) == 4 and len(set(charging.calls)) == 1
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_a_worker_names_the_missing_tables() -> None:
+    Charging()
+    with renamed("outbox_step"), pytest.raises(ConfigurationError, match="'outbox_step' is missing"):
+        consumer_runtime()
+
+
+def checks() -> dict[str, Any]:
+    return {str(item.id): item for item in run_checks() if str(item.id) in ("outbox.E034", "outbox.I035")}
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_check_compares_time_limits() -> None:
+    @subscriber("orders", group="one")
+    def usual(given: Delivery) -> None: ...
+
+    assert checks() == {}
+
+    @subscriber("orders", group="two", timeout_seconds=3600)
+    def long(given: Delivery) -> None: ...
+
+    assert list(checks()) == ["outbox.I035"]
+    registry.unregister_all()
+    Charging()
+    assert checks() == {}
+
+
+@pytest.mark.usefixtures("databases", "no_rows")
+def test_check_names_a_database_without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outbox.contrib.django.operations.checks import _slow_calls
+    from outbox.contrib.django.settings.conf import get_settings
+
+    Charging()
+    [item] = registry.subscribers()
+    with monkeypatch.context() as patch:
+        patch.setattr(connections["default"], "vendor", "oracle")
+        found = next(iter(_slow_calls(item, get_settings())))
+    assert found.id == "outbox.E034" and "oracle" in found.msg

@@ -12,21 +12,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import psycopg
 import pytest
 from django.db.models.functions import Now
 
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish, run_check_back
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.utils import faults
 from tests import support
 from tests.django.processes import Forking, child, forking
 from tests.django.provider import Provider, provider
-from tests.django.shop.models import Effect
+from tests.django.state import effects
+from tests.django.support import broker_sql, differences
 
 # Each wait includes the start of a process, the end of a lease, or the end of a claim.
 eventually = functools.partial(support.eventually, within_seconds=90)
@@ -61,23 +61,9 @@ def process(role: str, other: Provider, specification: str = "", **options: Any)
     return started
 
 
-def rows(query: str) -> list[Any]:
-    with psycopg.connect(alias_conninfo("broker"), autocommit=True) as connection:
-        return connection.execute(query.encode()).fetchall()
-
-
 def charging() -> Row:
     with broker_connection() as (connection, schema):
         return count_messages(Executor(connection, schema)).groups["charging"]
-
-
-def differences() -> list[str]:
-    with broker_connection() as (connection, schema):
-        return count_messages(Executor(connection, schema)).differences()
-
-
-def effects() -> list[str]:
-    return sorted(Effect.objects.values_list("number", flat=True))
 
 
 def place(*numbers: str) -> None:
@@ -87,7 +73,7 @@ def place(*numbers: str) -> None:
 
 
 def payments() -> Counter[str]:
-    found = rows(
+    found = broker_sql(
         "SELECT key FROM outbox.commit_log JOIN outbox.topic USING (topic_id) JOIN outbox.op_log USING (transaction_id)"
         " WHERE topic.name = 'payments' AND decision = 'C'"
     )
@@ -96,7 +82,9 @@ def payments() -> Counter[str]:
 
 def has_left(*numbers: str) -> bool:
     """One of these orders, or any message, has left its queue."""
-    found = rows("SELECT key FROM outbox.scheduled JOIN outbox.commit_log USING (log_id) WHERE queue_id IS NOT NULL")
+    found = broker_sql(
+        "SELECT key FROM outbox.scheduled JOIN outbox.commit_log USING (log_id) WHERE queue_id IS NOT NULL"
+    )
     return bool({key for (key,) in found} & set(numbers)) if numbers else bool(found)
 
 
@@ -116,7 +104,9 @@ def wait_until_done(other: Provider, expected: list[str]) -> None:
         # One key, so the other system has acted once, however often it was called.
         assert [len(other.acted[f"{step}/{number}"]) for step in ("charge", "mail")] == [1, 1]
     # A killed process may have committed a payment without telling the broker.
-    rows("UPDATE outbox.pending_check SET due_at = clock_timestamp(), immune_until = clock_timestamp() RETURNING 1")
+    broker_sql(
+        "UPDATE outbox.pending_check SET due_at = clock_timestamp(), immune_until = clock_timestamp() RETURNING 1"
+    )
     run_check_back()
     eventually(lambda: payments() == Counter(expected), what=lambda: str(Counter(expected) - payments()))
     assert differences() == []
@@ -161,9 +151,9 @@ def victims(other: Provider) -> Iterator[Victims]:
 
 def end_terms() -> None:
     """End the leases and claims of the killed process, as time would."""
-    rows("DELETE FROM outbox.consumer RETURNING 1")
-    rows("UPDATE outbox.queue_lease SET expires_at = clock_timestamp() RETURNING 1")
-    rows("UPDATE outbox.scheduled SET due_at = clock_timestamp() WHERE queue_id IS NOT NULL RETURNING 1")
+    broker_sql("DELETE FROM outbox.consumer RETURNING 1")
+    broker_sql("UPDATE outbox.queue_lease SET expires_at = clock_timestamp() RETURNING 1")
+    broker_sql("UPDATE outbox.scheduled SET due_at = clock_timestamp() WHERE queue_id IS NOT NULL RETURNING 1")
     ClaimEntry.objects.update(expires_at=Now())
 
 
@@ -274,13 +264,13 @@ def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
 
 def let_limits_end() -> None:
     """Make all stored messages two hours older."""
-    rows("UPDATE outbox.commit_log SET stored_at = stored_at - interval '2 hours' RETURNING 1")
+    broker_sql("UPDATE outbox.commit_log SET stored_at = stored_at - interval '2 hours' RETURNING 1")
 
 
 def is_redelivered_now(deliveries: int) -> bool:
     """Make redeliveries due, and return whether a message was queued this often."""
-    rows("UPDATE outbox.scheduled SET due_at = clock_timestamp() WHERE queue_id IS NOT NULL RETURNING 1")
-    return bool(rows(f"SELECT 1 FROM outbox.consume_queue GROUP BY log_id HAVING count(*) >= {deliveries}"))
+    broker_sql("UPDATE outbox.scheduled SET due_at = clock_timestamp() WHERE queue_id IS NOT NULL RETURNING 1")
+    return bool(broker_sql(f"SELECT 1 FROM outbox.consume_queue GROUP BY log_id HAVING count(*) >= {deliveries}"))
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import LedgerUnavailable
 from outbox.subscription import Start
 from outbox.utils.ids import uuid7
+from tests.django.state import execute, renamed
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -46,8 +47,7 @@ def _publish(*keys: str, topic: str = "payments", tag: str = "") -> list[UUID]:
 
 
 def _broker(statement: str, *parameters: Any) -> None:
-    with connections["broker"].cursor() as cursor:
-        cursor.execute(statement, parameters)
+    execute(statement, *parameters, alias="broker")
 
 
 def _restore_broker_to_before(*ids: UUID) -> None:
@@ -77,15 +77,9 @@ def test_a_ledger_that_is_gone_does_not_agree_with_the_broker() -> None:
     """The database was replaced by one without the tables, or its search path changed."""
     _publish("kept")
     assert run_compare() == NOTHING
-    with connections["default"].cursor() as cursor:
-        cursor.execute("ALTER TABLE outbox_ledger RENAME TO elsewhere; ALTER TABLE outbox_ledger_identity RENAME TO i")
-        try:
-            with pytest.raises(LedgerUnavailable, match=r"'default': relation \"outbox_ledger"):
-                run_compare()
-        finally:
-            cursor.execute(
-                "ALTER TABLE elsewhere RENAME TO outbox_ledger; ALTER TABLE i RENAME TO outbox_ledger_identity"
-            )
+    with renamed("outbox_ledger", "outbox_ledger_identity"):
+        with pytest.raises(LedgerUnavailable, match=r"'default': relation \"outbox_ledger"):
+            run_compare()
     assert run_compare() == NOTHING
 
 

@@ -7,11 +7,9 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from uuid import uuid4
 
 import pytest
 
-from outbox.broker.leading import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
@@ -20,6 +18,7 @@ from tests.django.driver import ROUNDS
 from tests.django.processes import process
 from tests.django.shop.models import Order
 from tests.django.state import stored
+from tests.django.support import sequence
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -56,11 +55,7 @@ def settle() -> None:
         return all(item.decision is not None for item in stored())
 
     eventually(settled, within_seconds=30, what="every message decided")
-    database = broker_database()
-    with closing(database.connect()) as connection:
-        sequencer = Sequencer(database, uuid4())
-        while sequencer.run_once(connection).appended:
-            pass
+    sequence()
 
 
 def delivered() -> Counter[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from django.db import connections
 
 from outbox import Delivery
 from outbox.broker.database.connection import BrokerDatabase
@@ -23,6 +22,7 @@ from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
 from tests import pooler
 from tests.django.broker_world import NOWHERE, World, new_world
+from tests.django.state import execute
 from tests.django.support import ended
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -80,23 +80,19 @@ def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
 
 
 def test_ledgers(world: World, settings: Any) -> None:
-    with connections["other"].cursor() as cursor:
-        cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
-        [kept] = cursor.fetchone()
+    def ledger_id(alias: str) -> Any:
+        [(found,)] = execute("SELECT ledger_id FROM outbox_ledger_identity", alias=alias)
+        return found
+
+    kept = ledger_id("other")
     try:
-        with connections["default"].cursor() as cursor:
-            cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
-            [identity] = cursor.fetchone()
-        with connections["other"].cursor() as cursor:
-            cursor.execute("UPDATE outbox_ledger_identity SET ledger_id = %s", [identity])
+        execute("UPDATE outbox_ledger_identity SET ledger_id = %s", ledger_id("default"), alias="other")
         assert "same identity as the ledger of 'default'" in found()["ledger of 'other'"].meaning
-        with connections["other"].cursor() as cursor:
-            cursor.execute("DELETE FROM outbox_ledger_identity")
+        execute("DELETE FROM outbox_ledger_identity", alias="other")
         assert found()["ledger of 'other'"].severity is Severity.CRITICAL
     finally:
-        with connections["other"].cursor() as cursor:
-            cursor.execute("DELETE FROM outbox_ledger_identity")
-            cursor.execute("INSERT INTO outbox_ledger_identity (singleton, ledger_id) VALUES (true, %s)", [kept])
+        execute("DELETE FROM outbox_ledger_identity", alias="other")
+        execute("INSERT INTO outbox_ledger_identity (singleton, ledger_id) VALUES (true, %s)", kept, alias="other")
 
 
 def test_server_and_role(world: World) -> None:
@@ -118,16 +114,6 @@ def test_server_and_role(world: World) -> None:
     assert "DELETE, INSERT, UPDATE on commit_log" in bad["grants"].meaning
     assert "statement_timeout=5s" in bad["timeouts of roles"].meaning
     assert {"isolation", "synchronous_commit", "sessions"} <= set(bad)
-
-
-def test_conditions_that_hold_are_named(world: World) -> None:
-    assert "crash_loop" not in found()
-    world.sql(
-        "INSERT INTO outbox.incident (kind, subject, detail) SELECT 'process_died', 'c1 on here', 'died'"
-        " FROM generate_series(1, 3)"
-    )
-    crashing = found()["crash_loop"]
-    assert "c1 on here" in crashing.text and crashing.next_step
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")

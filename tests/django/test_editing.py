@@ -17,7 +17,6 @@ from django.db import connections
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
-from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.dead_letters import LetterSelection, replay
 from outbox.broker.schema import grants
 from outbox.contrib.django import publish, subscriber
@@ -32,6 +31,8 @@ from outbox.errors import UndecodableBody, UsageError
 from outbox.subscription import OnError, Subscription, SubscriptionOption
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.shop.models import Effect
+from tests.django.state import effects
+from tests.django.support import broker_sql, call, call_json, differences
 from tests.part_apps import has
 from tests.support import eventually, killed
 
@@ -73,16 +74,8 @@ def bury(*bodies: Any, topic: str = "orders", key: str = "k", headers: dict[str,
     return ids
 
 
-def sql(statement: str, *values: Any) -> list[tuple[Any, ...]]:
-    with broker_connection() as (connection, _):
-        cursor = connection.execute(statement.encode(), values or None)
-        return cursor.fetchall() if cursor.description else []
-
-
 def run(verb: str, *arguments: str) -> str:
-    out = StringIO()
-    call_command("outbox_dead_letter", verb, *arguments, "--no-input", stdout=out)
-    return out.getvalue()
+    return call("outbox_dead_letter", verb, *arguments, "--no-input")
 
 
 def run_edit(*arguments: str) -> str:
@@ -90,37 +83,27 @@ def run_edit(*arguments: str) -> str:
 
 
 def originals() -> list[Any]:
-    out = StringIO()
-    call_command("outbox_dead_letter", "edited", GROUP, "--json", stdout=out)
-    return [one["body"] for one in json.loads(out.getvalue())]
-
-
-def effects() -> list[str]:
-    return sorted(Effect.objects.values_list("number", flat=True))
+    return [one["body"] for one in call_json("outbox_dead_letter", "edited", GROUP)]
 
 
 def dead() -> list[UUID]:
-    return [one for (one,) in sql(
+    return [one for (one,) in broker_sql(
         "SELECT message_id FROM outbox.dead_letter JOIN outbox.commit_log USING (log_id)"
         " WHERE replayed_at IS NULL ORDER BY log_id"
     )]  # fmt: skip
 
 
 def body_of(message_id: UUID) -> bytes:
-    [[body]] = sql("SELECT body FROM outbox.commit_log WHERE message_id = %s", message_id)
+    [[body]] = broker_sql("SELECT body FROM outbox.commit_log WHERE message_id = %s", message_id)
     assert isinstance(body, bytes)
     return body
-
-
-def differences() -> list[str]:
-    with broker_connection() as (connection, schema):
-        return count_messages(Executor(connection, schema)).differences()
 
 
 # -- editing ---------------------------------------------------------------------------------------
 
 
-def test_an_edited_letter_is_handled_once_with_the_new_content(empty_log: None) -> None:
+@pytest.mark.usefixtures("databases")
+def test_an_edited_letter_is_handled_once_with_the_new_content() -> None:
     subscribe()
     [one] = bury({"amont": 5, "note": "x"}, headers={"colour": "red"})
     assert dead() == [one]
@@ -161,14 +144,16 @@ def test_of_many_letters_those_that_cannot_be_edited_are_named_and_left() -> Non
     subscribe()
     good = bury({"amont": 1}, {"amont": 2})
     [text, listed, number, stored, headers] = bury({}, ["amount"], {"x": 1}, {"y": 1}, {"z": 1})
-    sql(r"UPDATE outbox.commit_log SET body = '\xff00' WHERE message_id = %s", text)
+    broker_sql(r"UPDATE outbox.commit_log SET body = '\xff00' WHERE message_id = %s", text)
     exact = b'{"x": 0.12345678901234567890123}'
-    sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", exact, number)
-    sql("UPDATE outbox.commit_log SET content_type = %s WHERE message_id = %s", "application/vnd.outbox.large", stored)
-    sql("UPDATE outbox.commit_log SET headers = '[1]' WHERE message_id = %s", headers)
+    broker_sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", exact, number)
+    broker_sql(
+        "UPDATE outbox.commit_log SET content_type = %s WHERE message_id = %s", "application/vnd.outbox.large", stored
+    )
+    broker_sql("UPDATE outbox.commit_log SET headers = '[1]' WHERE message_id = %s", headers)
     deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     [deepest] = bury({})
-    sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", deep, deepest)
+    broker_sql("UPDATE outbox.commit_log SET body = %s WHERE message_id = %s", deep, deepest)
     hostile = [text, listed, number, stored, headers, deepest]
     before = [body_of(one) for one in hostile]
     with pytest.raises(CommandError) as caught:
@@ -242,9 +227,9 @@ def test_the_plan_names_other_groups_that_get_the_new_content() -> None:
         register(Executor(connection, schema), subscription)
     patch = [str(one), "--patch", '{"amount": 1}', "--dry-run"]
     assert "these groups, too, get the new one: mail." in run_edit(*patch)
-    sql("UPDATE outbox.consumer_group SET broadcast = true WHERE name = 'mail'")
+    broker_sql("UPDATE outbox.consumer_group SET broadcast = true WHERE name = 'mail'")
     assert "these groups" not in run_edit(*patch)
-    sql("UPDATE outbox.consumer_group SET broadcast = false WHERE name = 'mail'")
+    broker_sql("UPDATE outbox.consumer_group SET broadcast = false WHERE name = 'mail'")
     subscribe(group="mail")
     drain()
     assert len(dead()) == 2
@@ -260,9 +245,9 @@ def test_the_content_before_goes_with_the_dead_letter() -> None:
     run_edit("--all", "--patch", '{"a": 1}')
     run_edit("--all", "--patch", '{"a": 2}')
     assert originals() == [{"a": 1}, {}]
-    sql("DELETE FROM outbox.consumer")
+    broker_sql("DELETE FROM outbox.consumer")
     call_command("outbox_group", "delete", GROUP, no_input=True, stdout=StringIO())
-    assert sql("SELECT count(*) FROM outbox.edited_letter") == [(0,)]
+    assert broker_sql("SELECT count(*) FROM outbox.edited_letter") == [(0,)]
 
 
 @pytest.mark.skipif(not has("blocked_keys"), reason="this tree lacks the part blocked_keys")
@@ -350,7 +335,7 @@ def test_an_erasure_also_erases_the_content_before_an_edit_that_it_meets() -> No
     [one] = bury({"amont": "Anna"})
     wait_for_the_edit(lambda run: erase(run, "orders", find_keys(run, "orders", ["k"])))
     assert body_of(one) == b""
-    assert sql("SELECT body, content_type FROM outbox.edited_letter") == [(b"", "application/vnd.outbox.erased")]
+    assert broker_sql("SELECT body, content_type FROM outbox.edited_letter") == [(b"", "application/vnd.outbox.erased")]
     with pytest.raises(CommandError, match="erased"):
         run_edit("--all", "--body", "{}")
     assert differences() == []

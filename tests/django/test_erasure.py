@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import logging
 import re
 import resource
 import shlex
 import signal
+import threading
 import unittest
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from importlib import import_module
 from inspect import getsource
 from io import StringIO
@@ -27,6 +30,7 @@ from django.core.management.base import CommandError
 from django.db import models, transaction
 from django.test import TestCase
 from django.utils import timezone
+from psycopg import sql
 
 from outbox import hooks
 from outbox.broker.operations.progress import list_blocked
@@ -34,12 +38,12 @@ from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscr
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import InboxEntry, OperatorAction, RaisedCondition, StepEntry
-from outbox.contrib.django.operations.personal_data import Scope
-from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.django.worker.workers import wait_until_prepared
 from outbox.contrib.encryption import Subject, envelope
 from outbox.contrib.encryption.keys import create_key_table, subject_keys
 from outbox.contrib.encryption.models import SubjectKey
-from outbox.contrib.erasure import broker_rows, erasing
+from outbox.contrib.erasure import broker_rows, erasing, erasure_list
+from outbox.contrib.erasure.broker_rows import Erasure
 from outbox.contrib.erasure.erasing import repeat_erasures
 from outbox.contrib.erasure.erasure_list import ErasureFile
 from outbox.contrib.erasure.models import ErasureEntry
@@ -47,20 +51,23 @@ from outbox.contrib.reconciliation.models import Finding, SavedReconciliation
 from outbox.contrib.rocketmq.models import DeadLetterNote, RelayEntry
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
-from outbox.contrib.tasks.results import erase_calls
 from outbox.contrib.unique import Unique
 from outbox.contrib.unique.models import UniqueKey
 from outbox.erased import ERASED
 from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody, UsageError
 from outbox.message import Delivery
+from outbox.utils import heartbeat
 from spark.cli import parser
 from tests.django.broker_world import World, new_world
 from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.processes import process
-from tests.django.shop.models import Order
+from tests.django.shop.models import Effect, Order
 from tests.django.state import stored
-from tests.django.support import sequence
+from tests.django.support import call_json, consume, sequence
+from tests.django.test_forward import place, webhook
 from tests.restores import dump, reload_rows
+from tests.sinks.receiver import Request, keeping, serving
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -175,9 +182,7 @@ def fill(world: World) -> list[UUID]:
         output="out", run="1", rule="r", finding_class="MISMATCH", severity="error", key=MARK, detail=MARK, row=MARK,
         body=MARK, message_id=str(queued.message_id), step={"key": MARK},
     )  # fmt: skip
-    RaisedCondition.objects.create(
-        name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
-    )  # fmt: skip
+    RaisedCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
     DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
     RelayEntry.objects.create(
         line=1, message_id=uuid4(), transaction_id=uuid4(), topic=TOPIC, key=MARK, headers={"name": MARK},
@@ -202,9 +207,7 @@ def fill(world: World) -> list[UUID]:
 
 
 def erase(*arguments: str) -> dict[str, Any]:
-    out = StringIO()
-    call_command("outbox_erase", *arguments, "--json", "--no-input", stdout=out)
-    found: dict[str, Any] = json.loads(out.getvalue())
+    found: dict[str, Any] = call_json("outbox_erase", *arguments, "--no-input")
     return found
 
 
@@ -279,8 +282,7 @@ def test_the_second_run_finds_the_messages_whose_key_the_first_one_replaced(
             raise PermanentError(f"{delivery.body['name']} has no street")
 
         published = publish(TOPIC, {"name": "Anna Marker"}, key=MARK, at_once=True).message_id
-        sequence()
-        consumer_runtime().run_once()
+        consume()
         left = {"broker:outbox.dead_letter", "broker:outbox.failure"}
         assert set(tables_with("Anna Marker", "broker", "default")) == left, "the control"
 
@@ -290,35 +292,26 @@ def test_the_second_run_finds_the_messages_whose_key_the_first_one_replaced(
         assert erase(*command, "--dry-run")["before"]["rows"] == {}
 
 
-def test_the_row_of_a_task_is_erased_by_its_key_when_its_message_is_gone() -> None:
-    """Retention removes messages after thirty days, and no row of a task."""
-    now = timezone.now()
-    values: dict[str, Any] = {"backend": "default", "queue_name": "default", "task_path": "t", "args": [MARK]}
-    times = {"enqueued_at": now, "announced_at": now}
-    mine, other = (TaskEntry.objects.create(**values, **times, kwargs={}, message_id=uuid4()) for _ in range(2))
-    scope = Scope(topic="tasks", message_ids=(), transaction_ids=(), key=str(mine.pk), replacement=None, texts=())
-    assert erase_calls(TaskEntry.objects.all(), replace(scope, key="no id")) == 0
-    assert erase_calls(TaskEntry.objects.all(), scope) == 1
-    assert [one.args for one in TaskEntry.objects.filter(pk__in=[mine.pk, other.pk]).order_by("pk")] == [[], [MARK]]
-
-
-@pytest.mark.parametrize("is_undone", [True, False])
-def test_the_row_of_a_task_is_erased_again_by_the_fingerprint_of_its_key(
-    outbox_settings: Callable[..., None], tmp_path: Path, is_undone: bool
+def test_the_row_of_a_task_is_erased_by_its_key_and_again_by_the_fingerprint(
+    outbox_settings: Callable[..., None], tmp_path: Path
 ) -> None:
     """The list has no keys. Another service, or a restore, has a row whose message retention has removed."""
     outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
     now = timezone.now()
     values: dict[str, Any] = {"backend": "default", "queue_name": "default", "task_path": "t", "args": [MARK]}
     with new_world(outbox_settings):
-        task = TaskEntry.objects.create(**values, enqueued_at=now, announced_at=now, kwargs={}, message_id=uuid4())
-        other = TaskEntry.objects.create(**values, enqueued_at=now, announced_at=now, kwargs={}, message_id=uuid4())
+        task, other = (
+            TaskEntry.objects.create(**values, enqueued_at=now, announced_at=now, kwargs={}, message_id=uuid4())
+            for _ in range(2)
+        )
         erase(TOPIC, "--key", str(task.pk), "--reason", "request 20")
-        TaskEntry.objects.filter(pk=task.pk).update(args=[MARK])
-        if is_undone:
-            ErasureEntry._base_manager.all().delete()
-        repeat_erasures()
-        assert TaskEntry.objects.get(pk=task.pk).args == ([] if is_undone else [MARK])
+        assert TaskEntry.objects.get(pk=task.pk).args == []
+        for is_undone in (False, True):
+            TaskEntry.objects.filter(pk=task.pk).update(args=[MARK])
+            if is_undone:
+                ErasureEntry._base_manager.all().delete()
+            repeat_erasures()
+            assert TaskEntry.objects.get(pk=task.pk).args == ([] if is_undone else [MARK])
         assert TaskEntry.objects.get(pk=other.pk).args == [MARK]
 
 
@@ -402,28 +395,20 @@ def test_a_key_that_is_an_id_stays(outbox_settings: Callable[..., None]) -> None
         assert world.sql("SELECT key FROM outbox.commit_log") == [("17",)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((), "either --key or --message"),
-        (("--key", "17", "--message", str(UUID(int=1))), "either --key or --message"),
-        (("--key", "17", "--with-key"), "fewer than 4 characters"),
-        (("--message", str(UUID(int=1)), "--with-key"), "--with-key needs --key"),
-        (("--message", str(UUID(int=1))), "has no message"),
-    ],
-)
-def test_a_wrong_request_is_refused(
-    outbox_settings: Callable[..., None], arguments: tuple[str, ...], complaint: str
-) -> None:
-    with new_world(outbox_settings), pytest.raises(CommandError, match=complaint):
-        erase(TOPIC, *arguments, "--reason", "a test")
-
-
-def test_an_erasure_without_a_reason_is_refused(outbox_settings: Callable[..., None]) -> None:
+def test_a_wrong_request_is_refused(outbox_settings: Callable[..., None]) -> None:
+    one, reason = str(UUID(int=1)), ("--reason", "a test")
     with new_world(outbox_settings) as world:
         publish(TOPIC, {"name": MARK}, key=MARK, at_once=True)
-        with pytest.raises(CommandError, match="--reason is missing"):
-            erase(TOPIC, "--key", MARK)
+        for arguments, complaint in (
+            (reason, "either --key or --message"),
+            (("--key", "17", "--message", one, *reason), "either --key or --message"),
+            (("--key", "17", "--with-key", *reason), "fewer than 4 characters"),
+            (("--message", one, "--with-key", *reason), "--with-key needs --key"),
+            (("--message", one, *reason), "has no message"),
+            (("--key", MARK), "--reason is missing"),
+        ):
+            with pytest.raises(CommandError, match=complaint):
+                erase(TOPIC, *arguments)
         assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
         assert world.sql("SELECT count(*) FROM outbox.erased") == [(0,)]
 
@@ -449,11 +434,6 @@ def test_erasures_are_repeated_after_a_restore(outbox_settings: Callable[..., No
 
 
 # -- handlers of erased messages ---------------------------------------------------------------------------
-
-
-def consume() -> Any:
-    sequence()
-    return consumer_runtime().run_once()
 
 
 def troubles(world: World) -> list[tuple[int, ...]]:
@@ -501,24 +481,6 @@ def test_handlers_see_erased_messages_and_never_fail_at_them(outbox_settings: Ca
         assert Order.objects.count() == 1, "what a failing handler wrote is rolled back"
         handled = InboxEntry.objects.values_list("group").annotate(models.Count("message_id")).order_by("group")
         assert list(handled) == [("aware", 4), ("batch", 4), ("inside", 4), ("outside", 4)]
-
-
-def test_a_replayed_dead_letter_of_an_erased_message_is_passed_over(outbox_settings: Callable[..., None]) -> None:
-    @subscriber("orders", group="mail")
-    def mail(delivery: Delivery) -> None:
-        raise PermanentError(delivery.body["name"])
-
-    with new_world(outbox_settings) as world:
-        message_id = publish("orders", {"name": MARK}, key="17", at_once=True).message_id
-        consume()
-        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log", "broker:outbox.dead_letter",
-                                               "broker:outbox.failure"]  # fmt: skip
-        erase("orders", "--message", str(message_id), "--reason", "request 21")
-        assert tables_with(MARK, "broker") == []
-        call_command("outbox_dead_letter", "replay", "mail", str(message_id), stdout=StringIO())
-        consume()
-        assert world.sql("SELECT count(*) FROM outbox.dead_letter WHERE replayed_at IS NULL") == [(0,)]
-        assert InboxEntry.objects.filter(message_id=message_id).count() == 1
 
 
 # -- bodies that are encrypted per subject -----------------------------------------------------------------
@@ -675,10 +637,7 @@ def test_a_changed_body_is_refused() -> None:
 # -- workers and the list ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{\n", "line 1 .* is damaged"), (None, "does not exist")])
-def test_a_worker_does_not_consume_without_the_list(
-    outbox_settings: Callable[..., None], tmp_path: Path, content: str | None, complaint: str
-) -> None:
+def test_without_the_list_nothing_is_consumed_or_erased(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     listed = tmp_path / "erasures"
     outbox_settings(ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
     seen: list[Any] = []
@@ -688,12 +647,19 @@ def test_a_worker_does_not_consume_without_the_list(
         seen.append(delivery)
 
     with new_world(outbox_settings):
-        message_id = publish("orders", {}, key="1", at_once=True).message_id
+        erased, kept = (publish("orders", {"name": MARK}, key=key, at_once=True).message_id for key in "12")
         sequence()
-        erase("orders", "--message", str(message_id), "--reason", "request 23")
-        listed.unlink() if content is None else listed.write_text(content)
-        with pytest.raises(OutboxError, match=complaint):
+        erase("orders", "--message", str(erased), "--reason", "request 23")
+        listed.write_text("{\n")
+        with pytest.raises(OutboxError, match=r"line 1 .* is damaged"):
             consume()
+        listed.unlink()
+        with pytest.raises(OutboxError, match="does not exist"):
+            consume()
+        outbox_settings(ERASURE_LIST=str(tmp_path / "nowhere" / "list"), ERASURE_SECRET="of the tests")
+        with pytest.raises(CommandError, match="cannot be written"):
+            erase("orders", "--message", str(kept), "--reason", "request 24")
+        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
     assert seen == []
 
 
@@ -710,36 +676,27 @@ def test_a_topic_that_a_restored_database_does_not_have_is_left_out(
         assert world.sql("SELECT count(*) FROM outbox.erased") == [(2,)]
 
 
-def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
-    outbox_settings(ERASURE_LIST=str(tmp_path / "nowhere" / "list"), ERASURE_SECRET="of the tests")
-    with new_world(outbox_settings):
-        message_id = publish("orders", {"name": MARK}, key="1", at_once=True).message_id
-        with pytest.raises(CommandError, match="cannot be written"):
-            erase("orders", "--message", str(message_id), "--reason", "request 24")
-        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
-
-
 # -- the page ----------------------------------------------------------------------------------------------
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "erasure.md"
 
 
-@pytest.mark.parametrize("last_line", ['{"kind": "key"}\n', '{"kind": "key"}'], ids=["ended", "without its end"])
-def test_a_full_disk_leaves_the_list_as_it_was(last_line: str, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_list_as_it_was(tmp_path: Path) -> None:
     """The limit on the size of files stands for the full disk: the first write is cut, the second one fails."""
     path = tmp_path / "erasures.jsonl"
-    path.write_text(last_line)
     store = ErasureFile(str(path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(last_line) + 10, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            store.append('{"kind": "message", "value": "1"}\n')
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_text() == last_line
-    store.append('{"kind": "message", "value": "2"}\n')
-    assert store.read() == '{"kind": "key"}\n{"kind": "message", "value": "2"}\n'
+    for last_line in ('{"kind": "key"}\n', '{"kind": "key"}'):
+        path.write_text(last_line)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(last_line) + 10, hard))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                store.append('{"kind": "message", "value": "1"}\n')
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_text() == last_line
+        store.append('{"kind": "message", "value": "2"}\n')
+        assert store.read() == '{"kind": "key"}\n{"kind": "message", "value": "2"}\n'
 
 
 def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
@@ -777,3 +734,123 @@ def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tm
         assert tables_with(MARK, "broker") == []
         assert world.sql("SELECT DISTINCT content_type FROM outbox.commit_log") == [("application/vnd.outbox.erased",)]
         assert SubjectKey.objects.using("other").get().deleted_at is not None
+
+
+# -- databases or the list that are away when a process starts --------------------------------------
+
+
+WAITS: Final = "consuming cannot begin yet"
+# The processes that compare the list at their start.
+ROLES: Final[dict[str, Sequence[str]]] = {
+    "consumer": ["-m", "outbox.contrib.django.worker.child", "consumer"],
+    "forward": ["-m", "django", "outbox_worker", "--role", "forward"],
+}
+
+
+@contextlib.contextmanager
+def refusing(server_url: str, alias: str) -> Iterator[None]:
+    """The database of an alias refuses new connections during the block."""
+    name = str(psycopg.conninfo.conninfo_to_dict(alias_conninfo(alias))["dbname"])
+    with psycopg.connect(server_url, autocommit=True) as admin:
+        allow = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+        admin.execute(allow.format(sql.Identifier(name), sql.SQL("false")))
+        try:
+            yield
+        finally:
+            admin.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
+
+
+@pytest.mark.parametrize("role", ["consumer", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_process_waits_for_its_databases_and_then_does_its_work(role: str, server_url: str, tmp_path: Path) -> None:
+    """The list has the erasure of a message that the broker has with its body, as after a restore.
+
+    The handler needs only the key of an erased message. Forwarding sends no erased message.
+    """
+    beats, log, listed = tmp_path / "heartbeat", tmp_path / "log", tmp_path / "erasures"
+    got: list[Request] = []
+    expected = {"consumer": ["1", "2"], "forward": ["2"]}[role]
+    erased = place("1").message_id
+    place("2")
+    sequence()
+    entry = Erasure(kind="message", topic="orders", value=str(erased), reason="request 30", at=datetime.now(UTC))
+    erasure_list.append(ErasureFile(str(listed)), [entry])
+
+    def handled() -> list[str]:
+        if role == "forward":
+            return sorted(json.loads(request.body)["number"] for request in got)
+        return sorted(Effect.objects.values_list("number", flat=True))
+
+    def waits_for(alias: str) -> None:
+        said = f'"{psycopg.conninfo.conninfo_to_dict(alias_conninfo(alias))["dbname"]}" is not currently accepting'
+        eventually(
+            lambda: any(WAITS in line and said in line for line in log.read_text().splitlines()),
+            within_seconds=60,
+            what=log.read_text,
+        )
+        alive = heartbeat.listen(beats)
+        assert (alive.is_alive(within_seconds=30), alive.is_ready, handled()) == (True, False, [])
+
+    with contextlib.ExitStack() as default_away, contextlib.ExitStack() as broker_away, serving(keeping(got)) as port:
+        default_away.enter_context(refusing(server_url, "default"))
+        broker_away.enter_context(refusing(server_url, "broker"))
+        outbox = {
+            "ERASURE_LIST": str(listed),
+            "ERASURE_SECRET": "of the tests",
+            "FORWARD": {"billing": webhook(port)},
+        }
+        with process(ROLES[role], outbox=outbox, log=log, variables={heartbeat.VARIABLE: str(beats)}) as started:
+            waits_for("broker")
+            broker_away.close()
+            waits_for("default")
+            default_away.close()
+            eventually(lambda: handled() == expected, within_seconds=60, what=log.read_text)
+            assert started.poll() is None, "the same process has waited"
+    assert handled() == expected
+    assert "erasures were repeated after a restore: {'broker.commit_log': 1}" in log.read_text()
+
+
+def test_a_process_that_waits_can_be_stopped(
+    outbox_settings: Callable[..., None], tmp_path: Path, server_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
+    stop = threading.Event()
+    with refusing(server_url, "broker"), caplog.at_level(logging.WARNING):
+        waiting = threading.Thread(target=wait_until_prepared, args=[stop])
+        waiting.start()
+        eventually(lambda: WAITS in caplog.text)
+        stop.set()
+        waiting.join(timeout=20)
+    assert not waiting.is_alive()
+
+
+class Store:
+    """A store of the list in another place, which does not answer at first."""
+
+    reads = 0
+
+    def read(self) -> str | None:
+        Store.reads += 1
+        if Store.reads == 1:
+            raise TimeoutError("the store answers too late")
+        return ""
+
+    def append(self, lines: str) -> None:
+        raise NotImplementedError
+
+
+def test_a_process_waits_for_the_store_of_the_list(
+    outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox_settings(ERASURE_LIST=f"{__name__}.Store", ERASURE_SECRET="of the tests")
+    with caplog.at_level(logging.WARNING):
+        wait_until_prepared(threading.Event())
+    assert (
+        WAITS in caplog.text and "(OUTBOX['ERASURE_LIST']) does not answer: the store answers too late" in caplog.text
+    )
+    assert Store.reads == 2
+
+
+def test_a_list_that_cannot_be_read_ends_the_process(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    outbox_settings(ERASURE_LIST=str(tmp_path), ERASURE_SECRET="of the tests")
+    with pytest.raises(OutboxError, match="cannot be read"):
+        wait_until_prepared(threading.Event())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
@@ -15,6 +14,7 @@ from outbox.contrib.django.publishing.fenced_producers import FencedProducer
 from outbox.errors import InvalidMessage, LeftoversUndecided, ProducerFenced
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
+from tests.django.threads import in_thread as in_thread
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -81,12 +81,6 @@ class TestFencing:
         assert not Order.objects.filter(number="dropped").exists()
         assert stored() == []
 
-    def test_ids_and_instances_of_others_are_not_touched(self, path: str) -> None:
-        one, other = fenced_producer("one"), fenced_producer("other")
-        for producer in (one, other, one):
-            send(producer, "k")
-        assert len(stored()) == 3
-
     def test_a_newer_instance_settles_what_an_older_one_left_undecided(self, path: str) -> None:
         older = fenced_producer("import")
         with rolled_back():
@@ -110,21 +104,3 @@ class TestFencing:
 
 def send(producer: FencedProducer, key: str, *, at_once: bool = True) -> None:
     producer.publish_messages([message("orders", None, key=key)], at_once=at_once)
-
-
-def in_thread(work: Callable[[], object]) -> None:
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]

@@ -22,7 +22,8 @@ from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.worker.workers import consumer_runtime
 from tests.django.processes import child
 from tests.django.shop.models import Effect, Order
-from tests.django.test_inbox import HANDLED, delivery, effects, run
+from tests.django.state import effects, execute
+from tests.django.test_inbox import HANDLED, delivery, run
 from tests.support import eventually
 
 COUNT = 150
@@ -196,8 +197,7 @@ def test_a_consumer_warns_when_it_starts(caplog: pytest.LogCaptureFixture) -> No
 def serializable(application: None, no_subscribers: None) -> Iterator[None]:
     """Handlers in SERIALIZABLE transactions, and a row that they and others change."""
     Order.objects.create(number="counter", status="0")
-    with connections["default"].cursor() as cursor:
-        cursor.execute("SET default_transaction_isolation = 'serializable'")
+    execute("SET default_transaction_isolation = 'serializable'")
     yield
     connections["default"].close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from contextvars import Context, ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
@@ -15,8 +16,9 @@ from django.db.backends.signals import connection_created
 from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone, translation
 
-from outbox import Delivery
+from outbox import Delivery, RetryPolicy
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -27,10 +29,12 @@ from outbox.errors import HandlerNotStarted, TransactionUsageError
 from outbox.utils import log_context
 from tests.django import configured
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
-from tests.django.test_inbox import delivery, effects, run
+from tests.django.state import effects
+from tests.django.support import consume, sequence
+from tests.django.test_inbox import delivery, run
 from tests.django.test_shared_transactions import HANDLED, deliveries, share
 from tests.django.urls import Refused
+from tests.part_apps import has
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -342,8 +346,7 @@ def test_handlers_without_inbox_or_transaction_leave_nothing() -> None:
 
         for key in ("a", "b"):
             publish("orders", {}, key=key, at_once=True)
-            sequence()
-            consumer_runtime().run_once()
+            consume()
         assert len(seen) == 2
         assert seen[0] == seen[1], options
 
@@ -539,3 +542,157 @@ def test_a_session_in_which_no_message_can_begin_is_closed(how: str, where: str)
     assert isinstance(call(waits)[0], HandlerNotStarted)
     assert call(waits) == [HANDLED]
     assert effects() == ["spoils", "waits"]
+
+
+# -- what a handler changes in its delivery, and is called again ------------------------------------
+
+
+def conflict() -> None:
+    """A serialization failure, as PostgreSQL reports it."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+
+
+def on_the_broker() -> None:
+    publish("orders", {"amount": 10}, key="one", at_once=True)
+    consume()
+
+
+def in_memory() -> None:
+    with in_memory_outbox() as outbox:
+        publish("orders", {"amount": 10}, key="one", at_once=True)
+        # The test's outbox also reports the errors of calls that were repeated.
+        outbox.drain(raise_errors=False)
+
+
+@dataclass
+class Paid:
+    amount: int
+
+
+ENGINES: Final = (on_the_broker, in_memory)
+
+
+@pytest.mark.usefixtures("no_events")
+@pytest.mark.skipif(not has("events"), reason="the tree has no typed events")
+def test_a_typed_event_is_made_again() -> None:
+    from outbox.events import event
+
+    kind = event("account.paid", topic="orders")(Paid)
+    for engine in ENGINES:
+        calls: list[int] = []
+
+        @subscriber(kind, group="accounts")
+        def account(given: Delivery, calls: list[int] = calls) -> None:
+            given.body.amount *= 2
+            calls.append(given.body.amount)
+            if len(calls) < 3:
+                conflict()
+
+        engine()
+        assert calls == [20, 20, 20]
+        registry.unregister_all()
+
+
+@pytest.mark.usefixtures("no_events")
+def test_each_half_of_a_batch_gets_the_published_bodies() -> None:
+    for is_in_memory in (False, True):
+        calls: list[list[int]] = []
+
+        @subscriber("orders", group="accounts", batch=4, on_error={Refused: "retry_later"})
+        def account(given: list[Delivery], calls: list[list[int]] = calls) -> None:
+            for one in given:
+                one.body["amount"] *= 2
+            calls.append([one.body["amount"] for one in given])
+            if "poison" in {one.key for one in given}:
+                raise Refused
+
+        def place() -> None:
+            for key in ("poison", "good"):
+                publish("orders", {"amount": 10}, key=key, at_once=True)
+
+        if is_in_memory:
+            with in_memory_outbox() as outbox:
+                place()
+                outbox.drain(raise_errors=False)
+        else:
+            place()
+            consume()
+        assert sorted(calls) == [[20], [20], [20, 20]]
+        registry.unregister_all()
+
+
+@pytest.mark.usefixtures("no_events")
+def test_a_redelivery_in_a_test_gets_the_published_body() -> None:
+    def double(given: Delivery) -> None:
+        given.body["amount"] *= 2
+        Effect.objects.create(number=f"{given.body['amount']} {_left.get()}")
+        _left.set("something")
+
+    subscriber("orders", group="accounts")(double)
+
+    @subscriber("orders", group="charging", effects="outside")
+    def charge(given: ClaimedDelivery) -> None:
+        with given.finish():
+            double(given)
+
+    with in_memory_outbox() as outbox:
+        publish("orders", {"amount": 10}, key="one", at_once=True)
+        outbox.drain()
+        assert [outbox.redeliver(bypass_inbox=True) for _ in range(2)] == [2, 2]
+    assert effects() == ["20 "] * 6, "no call meets the variable of another"
+
+
+@pytest.mark.usefixtures("no_events")
+def test_nobody_changes_the_headers_of_a_stored_message() -> None:
+    headers = {"kind": "new"}
+    seen: list[dict[str, str]] = []
+
+    @subscriber("orders", group="accounts")
+    def account(given: Delivery) -> None:
+        seen.append(dict(given.headers))
+        with pytest.raises(TypeError):
+            given.headers["kind"] = "changed"  # type: ignore[index]
+
+    @subscriber("orders", group="others")
+    def other(given: Delivery) -> None:
+        seen.append(dict(given.headers))
+
+    with in_memory_outbox() as outbox:
+        publish("orders", {}, key="one", headers=headers, at_once=True)
+        headers["kind"] = "changed"
+        outbox.drain()
+    publish("orders", {}, key="one", headers={"kind": "new"}, at_once=True)
+    consume()
+    assert seen == [{"kind": "new"}] * 4
+
+
+@pytest.mark.usefixtures("no_events")
+def test_two_groups_of_a_process_share_no_body() -> None:
+    for engine in ENGINES:
+        seen: list[int] = []
+
+        def double(given: Delivery, seen: list[int] = seen) -> None:
+            given.body["amount"] *= 2
+            seen.append(given.body["amount"])
+
+        for group in ("first", "second"):
+            subscriber("orders", group=group)(double)
+        engine()
+        assert seen == [20, 20]
+        registry.unregister_all()
+
+
+@pytest.mark.usefixtures("no_events")
+def test_a_masked_field_stays_masked_although_the_handler_removes_it() -> None:
+    @subscriber("orders", group="accounts", retry=RetryPolicy(max_attempts=1))
+    def account(given: Delivery) -> None:
+        raise Refused(given.body.pop("card"))
+
+    with override_settings(OUTBOX={**configured.OUTBOX, "MASKED_FIELDS": {"orders": ["card"]}}):
+        publish("orders", {"card": "4111-1111"}, key="one", at_once=True)
+        consume()
+    with broker_connection() as (connection, _):
+        [(error,)] = connection.execute("SELECT error FROM outbox.dead_letter").fetchall()
+    assert error.startswith("Refused")
+    assert "4111" not in error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -29,18 +32,18 @@ from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
 from outbox.utils.ids import uuid7
 from tests.broker.schema import versions
+from tests.django import configured, support
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
+from tests.django.support import broker_sql, sequence
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
 
 def call(*arguments: str) -> str:
-    out = StringIO()
-    call_command("outbox_install", *arguments, stdout=out, no_color=True)
-    return out.getvalue()
+    return support.call("outbox_install", *arguments)
 
 
 def tables(alias: str = "broker") -> set[str]:
@@ -139,11 +142,6 @@ def test_dropped_and_migrated_to_zero_nothing_is_left(
         point_alias("other", before)
 
 
-def test_force_without_drop_is_refused() -> None:
-    with pytest.raises(CommandError, match="--force needs --drop"):
-        call("--force")
-
-
 def test_a_part_of_another_service_is_dropped_by_its_name() -> None:
     with broker_database().connect() as connection:
         connection.execute("CREATE TABLE outbox.greeting (text text)")
@@ -154,6 +152,8 @@ def test_a_part_of_another_service_is_dropped_by_its_name() -> None:
         call("--drop", "--part", "farewells")
     with pytest.raises(CommandError, match=r"'greetings' has rows on 'broker': 1 in greeting\. Nothing was dropped"):
         call("--drop", "--part", "greetings")
+    with pytest.raises(CommandError, match="--force needs --drop"):
+        call("--force")
     with pytest.raises(CommandError, match="--part needs --drop"):
         call("--part", "greetings")
     assert "Nothing was changed" in call("--drop", "--part", "greetings", "--force", "--dry-run")
@@ -269,3 +269,38 @@ def test_the_brokers_own_connections_assume_the_role_of_the_alias(
     with psycopg.connect(alias_conninfo("broker")) as connection:
         owners = connection.execute("SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'outbox'").fetchall()
     assert owners == [(role,)]
+
+
+# -- searchable topics ------------------------------------------------------------------------------
+
+
+def said(*arguments: str) -> str:
+    out = StringIO()
+    with suppress(SystemExit):
+        call_command(*arguments, stdout=out, stderr=out, no_color=True)
+    return out.getvalue()
+
+
+INDEXES = """
+SELECT name::text FROM pg_indexes JOIN outbox.topic ON indexname = 'commit_log_key_of_' || topic_id
+WHERE schemaname = 'outbox'
+"""
+
+
+def test_install_builds_the_index_and_drops_it(databases: None, outbox_settings: Callable[..., None]) -> None:
+    topics: dict[str, Any] = configured.OUTBOX["TOPICS"]
+    outbox_settings(TOPICS={**topics, "orders": {**topics["orders"], "searchable": True}})
+    assert "building the index of the keys of topic 'orders'" in said("outbox_install")
+    assert broker_sql(INDEXES) == [("orders",)]
+    assert "building" not in said("outbox_install")
+    receipt = publish("orders", {}, key="4711", at_once=True)
+    sequence()
+    [found] = json.loads(said("outbox_message", "list", "orders", "--key", "4711", "--json"))
+    assert found["message_id"] == str(receipt.message_id)
+    broker_sql("DO $$ BEGIN EXECUTE (SELECT 'DROP INDEX outbox.' || indexname FROM pg_indexes"
+         " WHERE indexname LIKE 'commit_log_key_of_%'); END $$")  # fmt: skip
+    assert "searchable topics without an index: orders" in " ".join(said("outbox_doctor").split())
+    outbox_settings(TOPICS=topics)
+    said("outbox_install")
+    assert broker_sql(INDEXES) == []
+    assert "searchable topics" not in said("outbox_doctor")

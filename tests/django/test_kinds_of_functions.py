@@ -15,11 +15,11 @@ from django.views import View
 
 from outbox import Delivery
 from outbox.contrib.django import subscriber, transactional_message
-from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.errors import TransactionUsageError, UsageError
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect, Order
-from tests.django.state import bodies, decisions
-from tests.django.test_inbox import delivery, effects, run
+from tests.django.state import bodies, decisions, effects
+from tests.django.test_inbox import delivery, run
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -48,16 +48,6 @@ def test_method_decorator_on_a_view() -> None:
         Place.as_view()(RequestFactory().post("/place"), number="bad")
     assert {key: state for key, state in decisions().items() if state != "R"} == {"good": "C"}
     assert list(Order.objects.values_list("number", flat=True)) == ["good"]
-
-
-def test_method_decorator_on_a_method_with_parameters_of_its_own() -> None:
-    class Till:
-        @method_decorator(transactional_message("orders", key=lambda amount: amount, body={}))
-        def pay(self, amount: int) -> int:
-            return amount
-
-    assert Till().pay(3) == 3
-    assert decisions() == {"3": "C"}
 
 
 class Counter:
@@ -142,19 +132,6 @@ def test_parts_find_what_was_passed_by_keyword() -> None:
     ]
     with pytest.raises(UsageError, match=r"key= of .*pay needs 'number'"):
         pay(1)
-
-
-async def coroutine_body(number: str) -> dict[str, str]:
-    return {"number": number}
-
-
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [(dict, "has no readable signature"), (lambda **rest: rest, r"'\*\*rest'"), (coroutine_body, "asynchronous")],
-)
-def test_parts_that_cannot_be_called_are_refused_at_declaration(body: Any, complaint: str) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
-        transactional_message("orders", body=body)(create)
 
 
 def lazy_generator(number: str) -> Iterator[Order]:

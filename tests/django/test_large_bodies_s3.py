@@ -14,12 +14,11 @@ from django.db import transaction
 from django.test.utils import override_settings
 
 from outbox.contrib.django import message, publish, subscriber
-from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.large_bodies.objects import name_of
 from outbox.contrib.large_bodies.orphans import remove_orphans
 from outbox.message import Delivery
 from tests.django.large_storage import DECLARED, LATER
-from tests.django.support import sequence
+from tests.django.support import consume
 from tests.spark.object_store import BUCKET, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("databases", "no_subscribers")]
@@ -54,8 +53,7 @@ def test_bodies_in_a_bucket(tmp_path: Path, outbox_settings: Callable[..., None]
             lost = publish("orders", body, at_once=True).message_id
             bucket = storages["large"]
             bucket.delete(name_of(lost))
-            sequence()
-            counts = consumer_runtime().run_once()
+            counts = consume()
             assert seen == [(body, 300_011)]
             assert (counts.handled, counts.failed) == (1, 1), "the object of the other message is gone"
             remove_orphans()

@@ -14,10 +14,9 @@ from outbox import Delivery
 from outbox.broker import process_log
 from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
-from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from outbox.utils.log_context import FIELDS, PREFIX, MessageFilter
-from tests.django.support import sequence
+from tests.django.support import consume
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
 shop = logging.getLogger("shop")
@@ -47,11 +46,6 @@ def kept() -> Iterator[Kept]:
     yield handler
     shop.setLevel(logging.NOTSET)
     root.removeHandler(handler)
-
-
-def consume() -> None:
-    sequence()
-    consumer_runtime().run_once()
 
 
 def test_what_a_handler_logs_names_its_message(kept: Kept) -> None:

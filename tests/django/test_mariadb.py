@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,14 +25,13 @@ from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError
 from outbox.ports import Disposition
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.configured import ON_MARIADB
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
 from tests.django.support import end_messages_lost
 from tests.mariadb import PrivateMariaDB
-from tests.support import eventually
+from tests.support import eventually, killed
 
 pytestmark = [
     pytest.mark.skipif(not ON_MARIADB, reason="`.ci/matrix mariadb` runs it, with MariaDB in the place of SQLite"),
@@ -246,17 +243,13 @@ def test_check_back_decides_for_a_killed_producer(step: str, decided: str) -> No
     # The child opens connections of its own.
     reset_broker()
     connections.close_all()
-    child = os.fork()
-    if child == 0:
-        try:
-            faults.arm(f"{step}=kill")
-            with transaction.atomic(using=ALIAS):
-                place("paid")
-            flush(within_seconds=5)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+    def work() -> None:
+        with transaction.atomic(using=ALIAS):
+            place("paid")
+        flush(within_seconds=5)
+
+    assert killed(work, f"{step}=kill")
 
     def is_decided() -> bool:
         # Until MariaDB has noticed the end of the connection, the transaction counts as running.

@@ -18,17 +18,13 @@ from opentelemetry.semconv.schemas import Schemas
 
 from outbox import Delivery
 from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber
-from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import reset_broker
-from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.opentelemetry.recorder import MOST_SERIES, OTHERS, SCHEMA_URL, OpenTelemetryRecorder
 from outbox.errors import BrokerUnavailable
 from outbox.utils import measures
-from tests.django.broker_world import NOWHERE
-from tests.django.conftest import point_alias
+from tests.django.broker_world import away
 from tests.django.processes import ROOT, environment, process
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
+from tests.django.support import consume
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
@@ -119,15 +115,8 @@ def test_publish_calls_are_recorded_with_their_messages(path: str, figures: Figu
 
 
 def test_a_publish_call_that_fails_is_recorded_with_its_error(figures: Figures) -> None:
-    url = alias_conninfo("broker")
-    point_alias("broker", NOWHERE)
-    reset_broker()
-    try:
-        with pytest.raises(BrokerUnavailable, match="cannot be reached"):
-            publish("orders", {}, key="one", at_once=True)
-    finally:
-        point_alias("broker", url)
-        reset_broker()
+    with away("broker"), pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        publish("orders", {}, key="one", at_once=True)
     [(attributes, count)] = figures.points()["messaging.client.sent.messages"]
     assert count == 1
     assert attributes.pop("error.type").startswith("outbox.errors.")
@@ -144,8 +133,7 @@ def test_handler_calls_are_recorded_once_per_call(figures: Figures) -> None:
 
     publish_many("orders", [{}, {}, {}], key="one queue", at_once=True)
     publish("payments", {}, at_once=True)
-    sequence()
-    consumer_runtime().run_once()
+    consume()
     effects = {**PROCESS, "messaging.consumer.group.name": "effects", "messaging.destination.name": "orders"}
     failed = {**PROCESS, "messaging.consumer.group.name": "points", "messaging.destination.name": "payments"}
     found = figures.points()
@@ -166,25 +154,6 @@ def test_series_are_bounded(figures: Figures) -> None:
         assert counts[OTHERS] == 50
 
 
-WEB = """
-import django
-django.setup()
-from opentelemetry.metrics import set_meter_provider
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from django.db import transaction
-from outbox.contrib.django import publish
-# Without a provider, a publish call works and records nothing.
-publish("orders", {}, key="before", at_once=True)
-# Gunicorn's post_fork hook sets the provider as late as this.
-reader = InMemoryMetricReader()
-set_meter_provider(MeterProvider([reader]))
-with transaction.atomic():
-    publish("orders", {}, key="one")
-print(reader.get_metrics_data().to_json(indent=None))
-"""
-
-
 APPS = {"prometheus": "outbox.contrib.prometheus", "opentelemetry": "outbox.contrib.opentelemetry"}
 
 
@@ -197,6 +166,29 @@ def run(code: str, *apps: str, arguments: Iterable[str] = ()) -> subprocess.Comp
         capture_output=True,
         text=True,
     )
+
+
+LATE = """
+import django
+django.setup()
+from opentelemetry.metrics import set_meter_provider
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from outbox.contrib.django import publish
+publish("orders", {}, key="before", at_once=True)
+# As late as in a hook of a server that forks.
+reader = InMemoryMetricReader()
+set_meter_provider(MeterProvider([reader]))
+publish("orders", {}, key="one", at_once=True)
+print(reader.get_metrics_data().to_json(indent=None))
+"""
+
+
+def test_a_provider_that_is_set_late_gets_the_figures_from_then_on() -> None:
+    done = run(LATE, "opentelemetry")
+    assert done.returncode == 0, done.stderr
+    orders = {**SEND, "messaging.destination.name": "orders"}
+    assert points(done.stdout)["messaging.client.sent.messages"] == [(orders, 1)]
 
 
 @pytest.mark.slow
@@ -215,7 +207,7 @@ def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch
     steps = {**PROCESS, "messaging.consumer.group.name": "effects", "messaging.destination.name": "steps"}
     with process(["-m", "django", "outbox_worker"], quiet=True):
         monkeypatch.delenv("TEST_METRICS")
-        done = run(WEB, "opentelemetry")
+        done = run(LATE, "opentelemetry")
         assert done.returncode == 0, done.stderr
         orders = {**SEND, "messaging.destination.name": "orders"}
         assert points(done.stdout)["messaging.client.sent.messages"] == [(orders, 1)]
@@ -232,20 +224,6 @@ def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch
             )
 
         eventually(is_recorded, within_seconds=60, what=lambda: str(of_worker()))
-
-
-OFF = """
-import sys, django
-django.setup()
-from outbox.contrib.django import publish
-publish("orders", {}, key="one", at_once=True)
-from outbox.utils import measures
-print(measures.recorder, [name for name in sys.modules if name.startswith("opentelemetry")])
-"""
-
-
-def test_off_measures_nothing_and_imports_nothing() -> None:
-    assert run(OFF).stdout == "None []\n"
 
 
 # Each in a process of its own, after the imports that take longest. An argument has its apps, and the package that is

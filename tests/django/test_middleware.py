@@ -22,8 +22,8 @@ from outbox.ports import Disposition
 from tests.django.effects.own_transaction import transaction_id
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect
-from tests.django.support import sequence
-from tests.django.test_inbox import effects
+from tests.django.state import effects
+from tests.django.support import consume
 from tests.django.test_shared_transactions import deliveries
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -129,8 +129,7 @@ def test_the_first_entry_is_the_outermost(outbox_settings: Callable[..., None]) 
         SEEN.append(f"handler {given.key}")
 
     publish("orders", {}, key="1", at_once=True)
-    sequence()
-    assert consumer_runtime().run_once().handled == 1
+    assert consume().handled == 1
     assert SEEN == ["outer begins", "inner 1", "handler 1", "outer ends"]
     # A message that the inbox knows reaches neither handler nor middleware.
     [item] = registry.subscribers()
@@ -150,8 +149,7 @@ def test_a_batch_is_one_call_with_the_list(outbox_settings: Callable[..., None])
         SEEN.append(f"handler {len(given)}")
 
     publish_many("reminders", [{}, {}], key="k", at_once=True)
-    sequence()
-    consumer_runtime().run_once()
+    consume()
     assert SEEN == ["inner ['k', 'k']", "handler 2"]
 
 
@@ -170,8 +168,7 @@ def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None]
     subscriber("orders", group="effects")(asynchronous if is_async_handler else plain)
     publish("orders", {}, key="good", at_once=True)
     publish("orders", {}, key="bad", at_once=True)
-    sequence()
-    consumer_runtime().run_once()
+    consume()
     written = [number.split() for number in effects()]
     assert [(one, key) for one, key, _ in written] == [("handler", "good"), ("middleware", "good")]
     assert len({number for _, _, number in written}) == 1, "one transaction"
@@ -205,13 +202,11 @@ def test_its_error_is_the_handlers_and_it_may_handle_an_error(outbox_settings: C
         raise ValueError
 
     publish("orders", {}, key="1", at_once=True)
-    sequence()
-    assert consumer_runtime().run_once().handled == 1
+    assert consume().handled == 1
     assert SEEN == ["swallowed"] and effects() == ["1"]
     outbox_settings(HANDLER_MIDDLEWARE=[path(refusing), path(swallowing)])
     publish("orders", {}, key="2", at_once=True)
-    sequence()
-    assert consumer_runtime().run_once().failed == 1
+    assert consume().failed == 1
     assert effects() == ["1"]
 
 
@@ -261,9 +256,3 @@ def test_check_and_worker_refuse_what_cannot_work(outbox_settings: Callable[...,
     assert text in found.msg and "OUTBOX['HANDLER_MIDDLEWARE'][1]" in found.msg
     with pytest.raises(ConfigurationError, match="HANDLER_MIDDLEWARE"):
         consumer_runtime()
-
-
-def test_a_path_alone_is_not_a_list(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(HANDLER_MIDDLEWARE=path(outer))
-    [found] = check_settings()
-    assert found.id == "outbox.E001" and "must be a list of dotted paths" in found.msg

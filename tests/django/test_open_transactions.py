@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psycopg
 import pytest
@@ -22,24 +21,12 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
-from outbox.utils import faults
 from tests.broker.support import let_time_pass
 from tests.django.state import rolled_back
 from tests.django.support import call, call_json
-from tests.django.test_fenced_producers import in_thread
+from tests.django.threads import in_thread
 
 pytestmark = pytest.mark.usefixtures("empty_log")
-
-
-@contextlib.contextmanager
-def undecided() -> Iterator[None]:
-    """The ends of the block are lost."""
-    faults.arm("producer.before_end=raise")
-    try:
-        yield
-        flush(within_seconds=10)
-    finally:
-        faults.arm("")
 
 
 def test_open_ones_are_listed_before_and_after_the_half_scan() -> None:

@@ -7,7 +7,6 @@ from io import StringIO
 
 import pytest
 from django.core.management import CommandError, call_command, load_command_class
-from django.db import connections
 
 from outbox.broker.groups.registration import register
 from outbox.contrib.django import publish
@@ -16,7 +15,7 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.subscription import Subscription
 from tests.django.broker_world import World, new_world
 from tests.django.operators import bury
-from tests.django.state import rolled_back
+from tests.django.state import execute, rolled_back
 from tests.django.support import sequence
 from tests.django.test_actions import CASES
 from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
@@ -110,8 +109,7 @@ def test_the_sql_of_a_page(page: str, code: str, outbox_settings: Callable[..., 
         for statement in filter(str.strip, code.split(";\n")):
             # The tables outbox_… are the application's, those of the schema outbox the broker's.
             if "outbox_" in statement:
-                with connections["default"].cursor() as cursor:
-                    cursor.execute(statement)
+                execute(statement)
             else:
                 world.sql(statement)
 

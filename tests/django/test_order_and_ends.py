@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -16,20 +17,19 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Decision
-from outbox.broker.transaction.checks import find_undecided
-from outbox.contrib.django import get_broker, publish, run_check_back
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, on_broker
+from outbox.contrib.django import publish, run_check_back
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.processes import ROOT, environment
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
+from tests.django.support import end_messages_lost, sequence
 from tests.django.test_barrier import check
+from tests.django.threads import Other
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -42,80 +42,56 @@ def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-class Publisher:
+def publisher(pool: ThreadPoolExecutor, key: str, *, alias: str = "default") -> Other:
     """Publishes in a thread of its own; it commits when the test allows it."""
-
-    def __init__(self, pool: ThreadPoolExecutor, key: str, *, alias: str = "default", topic: str = "steps") -> None:
-        self.published = threading.Event()
-        self._go = threading.Event()
-        self._future = pool.submit(self._run, key, alias, topic)
-
-    def _run(self, key: str, alias: str, topic: str) -> None:
-        try:
-            with transaction.atomic(using=alias):
-                publish(topic, {}, key=key, using=alias)
-                self.published.set()
-                assert self._go.wait(20)
-        finally:
-            connections.close_all()
-
-    def commit(self) -> None:
-        self._go.set()
-        self._future.result(20)
+    return Other(pool, lambda: publish("steps", {}, key=key, using=alias), using=alias)
 
 
 def test_the_same_key_waits_for_the_earlier_commit_and_other_keys_do_not(path: str, pool: ThreadPoolExecutor) -> None:
-    first = Publisher(pool, "a")
-    assert first.published.wait(10)
-    second, other = Publisher(pool, "a"), Publisher(pool, "b")
-    assert other.published.wait(10)
-    assert not second.published.wait(0.3)
-    first.commit()
-    assert second.published.wait(10)
-    second.commit()
-    other.commit()
+    first = publisher(pool, "a")
+    assert first.done.wait(10)
+    second, other = publisher(pool, "a"), publisher(pool, "b")
+    assert other.done.wait(10)
+    assert not second.done.wait(0.3)
+    first.end()
+    assert second.done.wait(10)
+    second.end()
+    other.end()
     assert [item.key for item in stored()].count("a") == 2
 
 
 def test_on_other_databases_a_row_is_the_lock(pool: ThreadPoolExecutor) -> None:
-    first = Publisher(pool, "a", alias="lite")
-    assert first.published.wait(10)
-    second = Publisher(pool, "a", alias="lite")
-    assert not second.published.wait(0.3)
-    first.commit()
-    assert second.published.wait(20)
-    second.commit()
+    first = publisher(pool, "a", alias="lite")
+    assert first.done.wait(10)
+    second = publisher(pool, "a", alias="lite")
+    assert not second.done.wait(0.3)
+    first.end()
+    assert second.done.wait(20)
+    second.end()
     assert decisions() == {"a": "C"}
 
 
 def test_without_the_lock_no_publisher_waits(
     path: str, pool: ThreadPoolExecutor, outbox_settings: Callable[..., None]
 ) -> None:
-    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
-    outbox_settings(TOPICS=topics)
-    with broker_connection() as (connection, _):
-        connection.execute("UPDATE outbox.topic SET key_lock = false WHERE name = 'steps'")
-    try:
-        first, second = Publisher(pool, "a"), Publisher(pool, "a")
-        assert first.published.wait(10)
-        assert second.published.wait(10)
-        second.commit()
-        first.commit()
-    finally:
-        with broker_connection() as (connection, _):
-            connection.execute("UPDATE outbox.topic SET key_lock = true WHERE name = 'steps'")
+    with key_lock_off(outbox_settings):
+        first, second = publisher(pool, "a"), publisher(pool, "a")
+        assert first.done.wait(10)
+        assert second.done.wait(10)
+        second.end()
+        first.end()
 
 
 def test_a_topic_that_only_the_broker_knows_is_locked_as_well(
     pool: ThreadPoolExecutor, outbox_settings: Callable[..., None]
 ) -> None:
     outbox_settings(TOPICS={})
-    first = Publisher(pool, "a")
-    assert first.published.wait(10)
-    second = Publisher(pool, "a")
-    assert not second.published.wait(0.3)
-    first.commit()
-    second.commit()
+    first = publisher(pool, "a")
+    assert first.done.wait(10)
+    second = publisher(pool, "a")
+    assert not second.done.wait(0.3)
+    first.end()
+    second.end()
 
 
 def test_a_half_that_times_out_rolls_back_and_is_settled_if_it_was_stored_all_the_same(
@@ -181,13 +157,8 @@ def test_a_replica_does_not_answer() -> None:
 def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
     with rolled_back():
         dropped = publish("orders", {}, key="dropped")
-    faults.arm("producer.before_end=raise")
-    try:
-        with transaction.atomic():
-            kept = publish("orders", {}, key="kept")
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
+    with end_messages_lost(), transaction.atomic():
+        kept = publish("orders", {}, key="kept")
     with pytest.raises(CommandError, match=r"COMMIT.*--force"):
         call_command("outbox_transaction", "decide", str(dropped.transaction_id), "commit")
     with pytest.raises(CommandError, match=r"ROLLBACK.*COMMIT.*--force"):
@@ -201,17 +172,81 @@ def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
         call_command("outbox_transaction", "decide", str(kept.transaction_id), "rollback", "--force", "--no-input")
 
 
-def test_force_goes_past_the_ledger() -> None:
+# -- the order of a key, and its control ------------------------------------------------------------
+
+
+class Race:
+    """Two transactions on one key: `first` draws its log position first; the test chooses which commits first."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self.publishers: dict[str, Other] = {}
+        self.committed: list[str] = []
+
+    def start(self, name: str) -> threading.Event:
+        """The event that it has published."""
+        self.publishers[name] = Other(self._pool, lambda: publish("steps", {"by": name}, key="a", tag=name))
+        return self.publishers[name].done
+
+    def commit(self, name: str) -> None:
+        self.publishers[name].end()
+        self.committed.append(name)
+
+
+@pytest.fixture
+def race(pool: ThreadPoolExecutor) -> Race:
+    return Race(pool)
+
+
+def queued() -> list[str]:
+    """The publishers, in the order that consumers will see."""
+    sequence()
+    with broker_connection() as (connection, _):
+        rows = connection.execute(
+            "SELECT tag FROM outbox.consume_queue JOIN outbox.commit_log USING (log_id) WHERE key = 'a'"
+            " ORDER BY queue_id, queue_offset"
+        ).fetchall()
+    return [row[0] for row in rows]
+
+
+@contextmanager
+def key_lock_off(outbox_settings: Callable[..., None]) -> Iterator[None]:
+    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
+    outbox_settings(TOPICS=topics)
+    switch = "UPDATE outbox.topic SET key_lock = %s WHERE name = 'steps'"
+    with broker_connection() as (connection, _):
+        connection.execute(switch, [False])
+        try:
+            yield
+        finally:
+            connection.execute(switch, [True])
+
+
+def test_queue_order_is_commit_order(path: str, race: Race) -> None:
+    assert race.start("first").wait(10)
+    assert not race.start("second").wait(0.3), "the second transaction did not wait for the key"
+    race.commit("first")
+    race.commit("second")
+    assert queued() == race.committed == ["first", "second"]
+
+
+def test_a_process_that_was_started_before_the_topic_became_fifo_waits_for_the_key(
+    path: str, race: Race, outbox_settings: Callable[..., None]
+) -> None:
+    """A deployment changes the topic in the broker first, and then restarts one process after the other."""
+    outbox_settings(TOPICS={**OUTBOX["TOPICS"], "steps": {"queue_count": 4}})
     with transaction.atomic():
-        receipt = publish("orders", {}, key="running")
-        found = on_broker(find_undecided, receipt.transaction_id)
-        assert found is not None
-        assert (found.message.key, found.producer_group) == ("running", get_settings().producer_group)
-        with pytest.raises(CommandError, match="still running"):
-            call_command("outbox_transaction", "decide", str(receipt.transaction_id), "rollback")
-        decide = ("outbox_transaction", "decide", str(receipt.transaction_id), "rollback", "--force", "--no-input")
-        with pytest.raises(CommandError, match="may still run"):
-            call_command(*decide)
-        call_command(*decide, "--running", verbosity=0)
-    assert get_broker() is not None
-    assert decisions() == {"running": "R"}
+        publish("steps", {}, key="b")
+    test_queue_order_is_commit_order(path, race)
+
+
+def test_control_without_the_key_lock_the_order_is_inverted(
+    path: str, race: Race, outbox_settings: Callable[..., None]
+) -> None:
+    with key_lock_off(outbox_settings):
+        for name in ("first", "second"):
+            assert race.start(name).wait(10)
+        race.commit("second")
+        race.commit("first")
+        assert race.committed == ["second", "first"]
+        assert queued() == ["first", "second"]

@@ -6,10 +6,13 @@ tests/mistakes has the other ordinary mistakes.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
+from django.conf import settings as django_settings
 from django.db import DatabaseError, connections, transaction
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, override_settings
+from psycopg import sql
 
 from outbox import Delivery
 from outbox.broker.database.arrays import UUIDS
@@ -18,16 +21,12 @@ from outbox.contrib.django import publish, run_check_back, subscriber, transacti
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
-from tests.django.shop.models import Effect, Order
-from tests.django.state import decisions, stored
-from tests.django.test_inbox import delivery, effects, run
+from tests.django.shop.models import Effect, Order, Payment
+from tests.django.state import decisions, effects, execute, stored
+from tests.django.test_inbox import delivery, run
+from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
-
-
-def execute(sql: str, alias: str = "default") -> None:
-    with connections[alias].cursor() as cursor:
-        cursor.execute(sql)
 
 
 def settled() -> tuple[bool, bool]:
@@ -50,9 +49,7 @@ def test_an_absent_row_is_a_hint_and_never_a_rollback() -> None:
 
 
 def pending() -> int:
-    with connections["broker"].cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM outbox.pending_check WHERE due_at <= now()")
-        return int(cursor.fetchone()[0])
+    return int(execute("SELECT count(*) FROM outbox.pending_check WHERE due_at <= now()", alias="broker")[0][0])
 
 
 def test_a_commit_by_hand_then_an_exception_is_not_reported_as_rollback(path: str) -> None:
@@ -100,28 +97,14 @@ def test_what_only_looks_like_the_end_of_a_transaction_is_executed(path: str, st
     assert settled() == (True, True)
 
 
-def test_what_one_block_did_by_hand_is_not_held_against_the_next(path: str) -> None:
-    @transaction.atomic
-    def block(*, ended: bool) -> None:
-        Order.objects.create(number="k")
-        if ended:
-            execute("ROLLBACK")
-        else:
-            publish("orders", {}, key="k")
-
-    block(ended=True)
-    block(ended=False)
-    assert settled() == (True, True)
-
-
 @pytest.mark.parametrize("alias", ["default", "lite"])
 def test_a_transaction_begun_by_hand_outside_of_atomic_is_refused(alias: str) -> None:
-    execute("BEGIN", alias)
+    execute("BEGIN", alias=alias)
     try:
         with pytest.raises(TransactionUsageError, match="begun by hand"):
             publish("orders", {}, key="k", using=alias, at_once=True)
     finally:
-        execute("ROLLBACK", alias)
+        execute("ROLLBACK", alias=alias)
     assert stored() == []
 
 
@@ -144,19 +127,14 @@ def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.Mon
 
 
 def test_the_look_up_after_a_commit_is_prepared_until_the_application_deallocates_it() -> None:
-    connection = connections["default"]
-
     def prepared() -> int:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox_ledger%'")
-            return int(cursor.fetchone()[0])
+        return int(execute("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox_ledger%'")[0][0])
 
     for key in ("a", "b"):
         with transaction.atomic():
             publish("orders", {}, key=key)
     assert prepared() == 1
-    with connection.cursor() as cursor:
-        cursor.execute("DEALLOCATE ALL")
+    execute("DEALLOCATE ALL")
     for key in ("c", "d"):
         with transaction.atomic():
             publish("orders", {}, key=key)
@@ -185,7 +163,7 @@ def test_a_handler_cannot_commit_by_hand(alias: str) -> None:
         attempts.append(1)
         Effect.objects.using(alias).create(number=given.key)
         if len(attempts) == 1:
-            execute("COMMIT", alias)
+            execute("COMMIT", alias=alias)
 
     one = delivery("one")
     assert isinstance(run([one])[0], TransactionUsageError)
@@ -205,3 +183,120 @@ def test_a_block_that_has_only_published_notices_that_its_transaction_was_ended(
     with pytest.raises(TransactionUsageError, match="was ended by hand"):
         block()
     assert "second" not in {one.key for one in stored()}
+
+
+# -- writes on another database than the transaction that decides -----------------------------------
+
+
+@pytest.fixture
+def _routed(empty_log: None) -> Iterator[None]:
+    routers = ["tests.django.shop.routers.PaymentsElsewhere", *django_settings.DATABASE_ROUTERS]
+    with override_settings(DATABASE_ROUTERS=routers):
+        yield
+
+
+def save() -> None:
+    Payment.objects.create(reference="routed")
+
+
+def in_a_block_of_its_own() -> None:
+    with transaction.atomic(using="other"):
+        save()
+
+
+def raw(statement: str | sql.Composable) -> Callable[[], None]:
+    def write() -> None:
+        execute(statement, alias="other")
+
+    return write
+
+
+@pytest.mark.usefixtures("_routed")
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(save, in_a_block_of_its_own),
+        raw("-- a comment\nINSERT INTO shop_payment (reference) VALUES ('routed')"),
+        raw(
+            "/* a comment */ with new as (insert into shop_payment (reference) values ('routed') returning 1) table new"
+        ),
+        raw(sql.SQL("UPDATE shop_payment SET reference = {}").format("routed")),
+    ],
+)
+def test_without_using_a_write_elsewhere_is_refused_before_it_is_executed(write: Callable[[], None]) -> None:
+    """Also if the function swallows the error."""
+    Payment.objects.create(reference="there")
+
+    @transactional_message("orders", key="lost", body={})
+    def pay(swallowed: type[Exception]) -> None:
+        Order.objects.create(number="lost")
+        with contextlib.suppress(swallowed):
+            write()
+
+    for swallowed in (Refused, TransactionUsageError):
+        with pytest.raises(TransactionUsageError, match=r"pay wrote to 'other'.*'default'.*using='other'"):
+            pay(swallowed)
+    run_check_back()
+    assert decisions() == {"lost": "R"}
+    assert not Order.objects.exists()
+    assert list(Payment.objects.values_list("reference", flat=True)) == ["there"]
+
+
+@pytest.mark.usefixtures("_routed")
+def test_of_several_swallowed_writes_elsewhere_the_last_one_is_raised() -> None:
+    @transactional_message("orders", key="lost", body={})
+    def pay() -> None:
+        for write in (save, raw("DELETE FROM shop_payment")):
+            with contextlib.suppress(TransactionUsageError):
+                write()
+
+    with pytest.raises(TransactionUsageError, match=r"pay wrote to 'other' \(DELETE"):
+        pay()
+
+
+@pytest.mark.usefixtures("_routed")
+def test_using_names_the_transaction_that_decides() -> None:
+    @transactional_message("payments", key=lambda reference: reference, body={}, using="other")
+    def pay(reference: str, *, fail: bool = False) -> None:
+        Payment.objects.create(reference=reference)
+        if fail:
+            raise Refused
+
+    pay("kept")
+    with pytest.raises(Refused):
+        pay("dropped", fail=True)
+    assert decisions() == {"kept": "C", "dropped": "R"}
+    assert list(Payment.objects.values_list("reference", flat=True)) == ["kept"]
+
+
+@pytest.mark.usefixtures("_routed")
+def test_using_may_also_say_that_other_writes_go_their_own_way() -> None:
+    @transactional_message("orders", key="kept", body={}, using="default")
+    def place() -> None:
+        Order.objects.create(number="kept")
+        save()
+
+    place()
+    assert decisions() == {"kept": "C"}
+    assert Payment.objects.count() == 1
+
+
+@pytest.mark.usefixtures("_routed")
+def test_a_nested_call_that_names_its_own_database_is_free_and_the_outer_one_watched_again() -> None:
+    @transactional_message("payments", key="inner", body={}, using="other")
+    def pay() -> None:
+        save()
+
+    @transactional_message("orders", key="outer", body={})
+    def place() -> None:
+        Order.objects.create(number="outer")
+        pay()
+        assert Payment.objects.count() == 1
+        with pytest.raises(TransactionUsageError, match="'other'"):
+            save()
+
+    with pytest.raises(TransactionUsageError, match="'other'"):
+        place()
+    run_check_back()
+    assert decisions() == {"outer": "R", "inner": "C"}
+    Payment.objects.create(reference="outside of any call")

@@ -31,7 +31,7 @@ from outbox.errors import (
 from tests import leftovers
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order
-from tests.django.state import stored
+from tests.django.state import execute, stored
 from tests.servers import copy_cluster
 
 NOWHERE = "postgresql://nobody@127.0.0.1:9/nothing"
@@ -244,8 +244,7 @@ def _commands_on(connection: psycopg.Connection[Any]) -> Iterator[list[str]]:
 @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 def test_the_proof_does_not_depend_on_snapshots(twins: Twins, level: str) -> None:
     with transaction.atomic():
-        with connections["default"].cursor() as cursor:
-            cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
         Order.objects.create(number="at home")
         publish("orders", {}, key="at home")
     assert sent() == {"at home": "atomic"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import IntegrityError, connections, transaction
 from django.test.utils import override_settings
 from django.utils import timezone
@@ -21,17 +21,21 @@ from outbox.contrib.django import (
     publish_many,
     publish_messages,
     run_check_back,
+    subscriber,
     transactional_message,
 )
-from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
     InvalidMessage,
     MessageTypeMismatch,
+    SchemaError,
     TransactionAlreadyRolledBack,
     TransactionUsageError,
     UsageError,
@@ -40,7 +44,7 @@ from outbox.time_limit import TIMEOUT_HEADER
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, rolled_back, stored
+from tests.django.state import decisions, renamed, rolled_back, stored
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -147,22 +151,6 @@ def test_publish_many_is_one_transaction_and_one_statement(path: str) -> None:
     assert publish_many("orders", [], at_once=True) == []
 
 
-def test_each_thread_has_its_own_transaction() -> None:
-    def elsewhere() -> None:
-        try:
-            publish("orders", {}, key="other-thread", at_once=True)
-        finally:
-            connections.close_all()
-
-    with rolled_back():
-        order("dropped")
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert decisions()["other-thread"] == "C"
-    assert decisions().get("dropped") is None
-
-
 def test_an_unreachable_broker_rolls_back_within_the_deadline(
     databases: None, outbox_settings: Callable[..., None]
 ) -> None:
@@ -244,3 +232,38 @@ def test_two_phase_needs_a_producer_group(outbox_settings: Callable[..., None]) 
 
 def ledger_ids(alias: str) -> list[Any]:
     return list(LedgerEntry.objects.using(alias).values_list("transaction_id", flat=True))
+
+
+# -- tables that no migration made ------------------------------------------------------------------
+
+
+def test_publishing_without_the_ledgers_tables() -> None:
+    with renamed("outbox_ledger_identity"):
+        with pytest.raises(ConfigurationError, match=r"migrate --database=default.*Nothing was published"):
+            with transaction.atomic():
+                publish("orders", {})
+    assert stored() == []
+
+
+def test_consuming_without_the_inbox(no_subscribers: None) -> None:
+    @subscriber("orders", group="needs-inbox")
+    def handler(delivery: object) -> None:
+        """Would need an inbox."""
+
+    with renamed("outbox_inbox"), pytest.raises(ConfigurationError, match=r"'outbox_inbox' is missing on 'default'"):
+        consumer_runtime()
+
+
+def test_publishing_to_tables_newer_than_the_code() -> None:
+    with broker_connection() as (connection, _):
+        connection.execute("UPDATE outbox.schema_version SET minimum_code = 99")
+        try:
+            reset_broker()
+            with pytest.raises(SchemaError, match="newer than this code"), transaction.atomic():
+                publish("orders", {})
+            with pytest.raises(CommandError, match="newer than this code"):
+                call_command("migrate", database="broker", verbosity=0)
+        finally:
+            connection.execute("UPDATE outbox.schema_version SET minimum_code = 1")
+            reset_broker()
+    assert stored() == []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from outbox import Delivery
 from outbox.contrib.django import message, publish_many, publish_messages, subscriber
@@ -18,6 +18,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
 from tests.django.shop.models import Effect
+from tests.django.state import execute
 
 COUNT = 200
 AT_ONCE = RetryPolicy(delays_seconds=[0.0], max_attempts=30)
@@ -36,8 +37,7 @@ def _fresh_broker(
     yield
     flush(within_seconds=10)
     reset_broker()
-    with connections["default"].cursor() as cursor:
-        cursor.execute("DROP SCHEMA fresh CASCADE")
+    execute("DROP SCHEMA fresh CASCADE")
 
 
 pytestmark = pytest.mark.usefixtures("_fresh_broker")

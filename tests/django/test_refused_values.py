@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, tzinfo
 from decimal import Decimal
 from typing import Any
@@ -11,10 +11,14 @@ from zoneinfo import ZoneInfo
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django import publish
+from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
-from outbox.errors import TransactionRequired, UsageError
-from tests.django.shop.models import Order
+from outbox.errors import ConfigurationError, InvalidSubscription, TransactionRequired, UsageError
+from outbox.retry import RetryPolicy
+from outbox.time_limit import TIMEOUT_HEADER
+from tests.django.shop.models import Effect, Order
+from tests.django.state import decisions
 from tests.part_apps import has
 
 
@@ -163,3 +167,75 @@ def test_the_error_names_the_argument_and_the_value() -> None:
         with pytest.raises(UsageError) as refused:
             attempt(name, value)
         assert said in str(refused.value)
+
+
+# -- other arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"group": "x y"}, r"@subscriber\('orders', group='x y'\).*'x y' is not allowed"),
+        ({"mode": "keyed"}, "mode='keyed' must be one of 'concurrent', 'orderly', 'key_ordered'"),
+        ({"start": "yesterday"}, "start='yesterday' must be one of 'earliest', 'latest'"),
+        ({"batch": 0}, "batch=0"),
+        ({"threads": "8"}, "threads='8'"),
+        ({"retry": 3}, "retry=3 must be a RetryPolicy"),
+        ({"on_error": "skip"}, "on_error='skip' must map"),
+        ({"on_error": {"ValueError": "retry_later"}}, "must map exception classes"),
+        ({"on_error": {ValueError: "nope"}}, "on_error='nope' must be one of 'retry'"),
+        ({"timeout_seconds": "a"}, "timeout_seconds='a'"),
+        ({"broadcast": "yes"}, "broadcast='yes'"),
+        ({"nosuch": 1}, "no option nosuch.*broadcast"),
+    ],
+)
+def test_subscription_that_cannot_work(no_subscribers: None, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidSubscription, match=complaint):
+        subscriber("orders", **{"group": "effects", **options})
+    assert not subscribers()
+
+
+@pytest.mark.parametrize(("handler", "complaint"), [(lambda: None, "one argument"), (3, "takes a function, not 3")])
+def test_handler_that_cannot_be_called(no_subscribers: None, handler: Any, complaint: str) -> None:
+    with pytest.raises(InvalidSubscription, match=complaint):
+        subscriber("orders", group="effects")(handler)
+    assert not subscribers()
+
+
+@pytest.mark.parametrize("options", [{"delays_seconds": 5}, {"delays_seconds": ["a"]}, {"max_attempts": "3"}])
+def test_retry_policy_that_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        RetryPolicy(**options)
+
+
+def test_publish_refuses_before_anything_is_stored(empty_log: None) -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: publish("orders", {}, using="nosuch"), "'nosuch'.*not in DATABASES; use one of default"),
+        (lambda: publish("orders", {}, headers={TIMEOUT_HEADER: "5"}, timeout=5), "not both"),
+        (lambda: publish("orders", {}, headers={TIMEOUT_HEADER: "five"}), "positive number of seconds"),
+        (lambda: publish_many("orders", [{"n": 1}], timeout=-1), "timeout must be longer than 0"),
+        (lambda: publish_many("orders", {"n": 1}), "pass a list of bodies"),
+        (lambda: publish_many("orders", "abc"), "pass a list of bodies"),
+        (lambda: publish_messages(message("orders", {})), "pass a list of messages"),  # type: ignore[arg-type]
+        (lambda: publish_messages([{"n": 1}]), "pass a list of messages"),  # type: ignore[list-item]
+    ]
+    for call, complaint in cases:
+        with pytest.raises(UsageError, match=complaint):
+            call()
+        with pytest.raises(UsageError, match=complaint):
+            _work_and(call)
+        assert not Effect.objects.exists()
+        assert decisions() == {}
+
+
+@pytest.mark.usefixtures("empty_log")
+def test_a_time_limit_beyond_the_retention() -> None:
+    with pytest.raises(UsageError, match="keeps messages for"):
+        _work_and(lambda: publish("orders", {}, timeout=30 * 86400))
+    assert not Effect.objects.exists()
+
+
+@transaction.atomic
+def _work_and(call: Callable[[], object]) -> None:
+    Effect.objects.create(number="half")
+    call()

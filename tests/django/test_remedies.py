@@ -24,7 +24,8 @@ from outbox.contrib.django.database.aliases import alias_conninfo, broker_connec
 from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults
 from tests.django.shop.models import Effect, Order
-from tests.django.test_repair import consume, handle_all, park, subscribe
+from tests.django.support import consume, handle_all
+from tests.django.test_repair import park, subscribe
 
 pytestmark = [
     pytest.mark.usefixtures("databases", "no_subscribers", "no_events"),

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.db import connections, transaction
 from django.utils import timezone
 
 from outbox import Delivery, hooks
-from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django import message, publish, subscriber
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.reconciliation.apply import turns
 from outbox.contrib.reconciliation.steps import derived_id
 from outbox.errors import PermanentError
 from outbox.events import event
-from outbox.utils import faults
+from outbox.message import Message
 from tests.django import repair_publisher
+from tests.django.broker_world import away
+from tests.django.large_storage import large_bodies, objects, referred, remove_a_year_later
 from tests.django.processes import process
-from tests.django.repairs import AT, EFFECTS, Repair, finding, lost
+from tests.django.repairs import AT, EFFECTS, Repair, finding, lost, save_finding
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
-from tests.django.support import sequence
+from tests.django.support import consume, end_messages_lost, handle_all
 from tests.support import eventually
 
 pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
@@ -266,12 +276,6 @@ def subscribe() -> None:
     consumer_runtime().run_once()
 
 
-def handle_all() -> None:
-    """As often as a second delivery, if there were one, would need to come through."""
-    for _ in range(3):
-        consume()
-
-
 def dead_letter(key: str = "1") -> dict[str, Any]:
     """A message that its group gives up once; the step that replays it."""
 
@@ -280,11 +284,6 @@ def dead_letter(key: str = "1") -> dict[str, Any]:
     consume()
     Effect.objects.create(number="mended")
     return finding("replay", "DEAD", key, group="effects", message_id=str(receipt.message_id))
-
-
-def consume() -> None:
-    sequence()
-    consumer_runtime().run_once()
 
 
 def test_a_dead_letter_is_replayed_once(repair: Repair) -> None:
@@ -297,18 +296,9 @@ def test_a_dead_letter_is_replayed_once(repair: Repair) -> None:
 
 def undecided(key: str, *, commit: bool = True) -> dict[str, Any]:
     """A half whose end got lost, and the step that requests its check."""
-    faults.arm("producer.before_end=raise")
-    try:
-        if commit:
-            with transaction.atomic():
-                Order.objects.create(number=key)
-                publish("orders", {}, key=key)
-        else:
-            with rolled_back():
-                publish("orders", {}, key=key)
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
+    with end_messages_lost(), transaction.atomic() if commit else rolled_back():
+        Order.objects.create(number=key)
+        publish("orders", {}, key=key)
     half = stored()[-1]
     assert half.decision is None
     return finding("ask", "HALF_STUCK", key, transaction_id=str(half.message_id))
@@ -365,3 +355,160 @@ def test_killed_at_any_step_and_run_again_has_one_effect(repair: Repair, point: 
     handle_all()
     assert [effect.number for effect in Effect.objects.exclude(number="mended")] == ["7"]
     assert repair.recorded()[0].outcome == ("done" if point == "repair.after_outcome" else "begun")
+
+
+# -- the run as a whole: its limits, its audit, and what ends it ------------------------------------
+
+
+def test_no_more_than_allowed_and_reports_are_for_people(repair: Repair) -> None:
+    for number in ("1", "2", "3"):
+        Order.objects.create(number=number)
+    report = finding("report", "ORPHAN", "8", why="ORPHAN is only reported.")
+    steps = [report, lost("1"), lost("2"), lost("3")]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "done", "done", "left"]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "settled", "settled", "done"]
+    assert [item.key for item in stored()] == ["1", "2", "3"]
+
+
+def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
+    now, waited = [100.0], []
+
+    def wait(seconds: float) -> None:
+        waited.append(round(seconds, 3))
+        now[0] += seconds
+
+    pace = turns(4, clock=lambda: now[0], wait=wait)
+    for _ in range(3):
+        next(pace)
+    assert waited == [0.25, 0.25]
+    now[0] += 10
+    for _ in range(2):
+        next(pace)
+    assert waited == [0.25, 0.25, 0.25]
+
+
+def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    with away("broker"), pytest.raises(CommandError, match="does not repeat completed steps") as caught:
+        repair.run(lost("7"))
+    assert caught.value.returncode == 3
+    assert repair.recorded() == []
+    assert repair.outcomes(lost("7")) == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"plan\.jsonl is empty, so `outbox-reconcile plan` has failed"),
+        ("{", r"plan\.jsonl:1: not a line of a plan"),
+        ('{"plan": 1}', "a plan of version 1.*Make the plan again"),
+        ('{"plan": 2, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
+    ],
+)
+def test_what_is_no_plan_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "plan.jsonl"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=said) as caught:
+        call_command("outbox_repair", str(path))
+    assert caught.value.returncode == 2
+
+
+def test_a_database_without_an_alias_is_an_error(repair: Repair) -> None:
+    repair.source["database"] = "app"
+    with pytest.raises(CommandError, match="pass --database app=ALIAS") as caught:
+        repair.run(lost("7"))
+    assert caught.value.returncode == 2
+    Order.objects.create(number="7")
+    assert repair.outcomes(lost("7"), more=("--database", "app=default")) == ["done"]
+    assert len(repair.recorded()) == 1
+
+
+# -- the values of a row, and of the message that is made from it -----------------------------------
+
+
+WIDE = (
+    """(SELECT number, status, '{"lines": [1, 2.5], "card": "4111"}'::jsonb AS cart, '[1]'::json AS old,"""
+    """ 12.50::numeric AS total, '2025-06-01 12:00+00'::timestamptz AS paid_at FROM shop_order) wide"""
+)
+rows: list[Mapping[str, Any]] = []
+
+
+def wide(row: Mapping[str, Any]) -> Message:
+    """The message of a row with values of many types."""
+    rows.append(row)
+    return message("orders", {"cart": row["cart"], "total": str(row["total"])}, key=row["number"])
+
+
+def test_a_row_has_the_types_of_a_model_and_the_dry_run_shows_the_values(
+    tmp_path: Path, outbox_settings: Callable[..., None]
+) -> None:
+    repair = Repair(tmp_path, publisher="orders=tests.django.test_repair.wide")
+    repair.source["table"] = WIDE
+    Order.objects.create(number="7")
+    rows.clear()
+    [(outcome, shown)] = repair.run(lost("7"), apply=False)
+    assert outcome == "would be done"
+    assert shown.endswith('of application/json: {"cart": {"card": "4111", "lines": [1, 2.5]}, "total": "12.50"}')
+    [row] = rows
+    assert row == {
+        "number": "7",
+        "status": "new",
+        "cart": {"lines": [1, 2.5], "card": "4111"},
+        "old": [1],
+        "total": Decimal("12.50"),
+        "paid_at": AT,
+    }
+    outbox_settings(MASKED_FIELDS={"*": ["card"]})
+    [(_, shown)] = repair.run(lost("7"), apply=False)
+    assert '"card": "***"' in shown and "4111" not in shown
+    assert repair.outcomes(lost("7")) == ["done"]
+    with broker_connection() as (connection, schema):
+        [(body,)] = connection.execute(f"SELECT body FROM {schema}.message_v1").fetchall()
+    assert json.loads(body)["cart"] == {"lines": [1, 2.5], "card": "4111"}
+
+
+def test_the_audit_of_a_repair_has_no_content(tmp_path: Path, outbox_settings: Callable[..., None]) -> None:
+    """No erasure by key or id would find it there."""
+    repair = Repair(tmp_path, publisher="orders=tests.django.test_repair.wide")
+    repair.source["table"] = WIDE
+    Order.objects.create(number="7")
+    [(_, shown)] = repair.run(lost("7"), apply=False)
+    assert "4111" in shown, "the operator sees what would be published"
+    assert repair.outcomes(lost("7")) == ["done"]
+    [entry] = repair.recorded()
+    assert "4111" not in f"{entry.subject} {entry.effect} {entry.before} {entry.after}"
+    outbox_settings(REPAIR_PUBLISHERS={"orders": "tests.django.repair_publisher.order"})
+    Order.objects.create(number="8")
+    plan = ACTIONS["repair"].plan({"finding": save_finding(lost("8")).pk})
+    assert '{"number": "8"}' in plan.caution and '{"number"' not in plan.effect
+
+
+def large(row: Mapping[str, Any]) -> Message:
+    """A message whose body is an object of the storage."""
+    return message("orders", {"number": row["number"], "scan": "…" * 1_000}, key=row["number"])
+
+
+def test_a_large_body_stays_as_long_as_the_message_of_the_repair(
+    tmp_path: Path, outbox_settings: Callable[..., None]
+) -> None:
+    repair = Repair(tmp_path, publisher="orders=tests.django.test_repair.large")
+    Order.objects.create(number="7")
+    with large_bodies(tmp_path / "large", outbox_settings) as folder:
+        [(planned, what)] = repair.run(lost("7"), apply=False)
+        assert planned == "would be done" and what.startswith("publish to 'orders', with a new id: ")
+        assert repair.outcomes(lost("7")) == ["done"]
+        assert repair.outcomes(lost("7")) == ["settled"]
+        remove_a_year_later()
+        assert len(referred()) == 1 and set(objects(folder)) == referred()
+
+
+def test_a_half_message_with_another_id_than_its_transaction_is_not_settled(tmp_path: Path) -> None:
+    """The broker cannot end such a transaction, so the finding holds until a person has looked at it."""
+    message_id, transaction_id = undecided("3")["transaction_id"], str(uuid4())
+    with broker_connection() as (connection, schema):
+        connection.execute(
+            f"UPDATE {schema}.commit_log SET transaction_id = %s WHERE message_id = %s", [transaction_id, message_id]
+        )
+    step = finding("ask", "HALF_STUCK", "3", message_id=message_id, transaction_id=transaction_id)
+    assert Repair(tmp_path).outcomes(step) == ["refused"]
+    assert [item.decision for item in stored()] == [None]

@@ -31,6 +31,7 @@ from tests.django.conftest import point_alias
 from tests.django.effects import usual as effects
 from tests.django.processes import child
 from tests.django.shop.models import Effect, Order
+from tests.django.state import execute
 from tests.restores import Servers, base_backup, dump, recreate, restore, restore_over
 from tests.support import eventually
 
@@ -236,9 +237,9 @@ def test_nothing_is_lost_without_a_condition_that_names_it(cell: Cell, tmp_path:
 
 def _transactions() -> dict[str, str]:
     """Every committed row of the ledger, and the key of its message."""
-    with connections["broker"].cursor() as cursor:
-        cursor.execute("SELECT transaction_id::text, topic_id || ' ' || key FROM outbox.commit_log WHERE half")
-        return dict(cursor.fetchall())
+    return dict(
+        execute("SELECT transaction_id::text, topic_id || ' ' || key FROM outbox.commit_log WHERE half", alias="broker")
+    )
 
 
 def _ids(condition: dict[str, Any]) -> set[str]:
@@ -274,9 +275,7 @@ def _assert_commits_and_effects_are_named(
     cell: Cell, found: dict[str, dict[str, Any]], published: dict[str, str]
 ) -> None:
     """The application has forgotten orders that it had published, and what its handlers had done."""
-    with connections["default"].cursor() as cursor:
-        cursor.execute("SELECT transaction_id::text FROM outbox_ledger WHERE state = 'C'")
-        kept = {one for (one,) in cursor.fetchall()}
+    kept = {one for (one,) in execute("SELECT transaction_id::text FROM outbox_ledger WHERE state = 'C'")}
     gone = set(published) - kept
     assert {published[one].partition(" ")[2] for one in gone} == set(_names(LOST))
     assert _ids(found["lost_commits"]) == gone

@@ -36,12 +36,12 @@ from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.granting import grant, renew
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import OutboxError
 from outbox.transaction import Decision, EndStatus, EndTransaction
 from tests.django.operators import ALL, client_of, command_of, make_user
 from tests.django.shop.models import Effect, Order
-from tests.django.support import ended, sequence
+from tests.django.state import execute
+from tests.django.support import consume, ended
 from tests.django.test_poolers import behind
 from tests.part_apps import has
 from tests.pooler import PROGRAM, VERSIONS
@@ -137,8 +137,7 @@ def _upgrade() -> None:
 
 
 def _consume() -> None:
-    sequence()
-    consumer_runtime().run_once()
+    consume()
 
 
 def _opened(address: str) -> None:
@@ -552,8 +551,7 @@ def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None)
     try:
         _connect_as(OF_THE_PAGE[Role.PUBLISH])
         _in_transaction()
-        with connections["default"].cursor() as cursor:
-            cursor.execute("INSERT INTO shop_later DEFAULT VALUES")
+        execute("INSERT INTO shop_later DEFAULT VALUES")
     finally:
         _connect_as(OF_THE_PAGE[Role.OWN])
         with connections["default"].cursor() as cursor:

@@ -186,7 +186,7 @@ def test_a_refused_step_undoes_what_was_before_it_and_not_itself(hotel: SimpleNa
     assert not is_free(hotel.room), "the room of the other one is not given back"
 
 
-def test_a_late_refusal_undoes_all_in_reverse(hotel: SimpleNamespace) -> None:
+def test_a_late_refusal_undoes_all_in_reverse_and_an_erasure_erases_its_reason(hotel: SimpleNamespace) -> None:
     record = hotel.book(hotel.room, "nobody")
     drain()
     assert hotel.paid(record.pk, 80)
@@ -195,26 +195,16 @@ def test_a_late_refusal_undoes_all_in_reverse(hotel: SimpleNamespace) -> None:
     assert told() == {"invoices": 1, "refunds": 1}
     assert is_free(hotel.room)
     assert record.charged == 0
-
-
-def test_an_erasure_of_its_messages_erases_the_reason_of_an_undone_saga(hotel: SimpleNamespace) -> None:
-    record = hotel.book(hotel.room, "nobody")
-    drain()
-    assert hotel.paid(record.pk, 80)
-    drain()
-    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "there is no guest")
     key = f"booking/{record.pk}"
     scope = Scope(topic="bookings", message_ids=(), transaction_ids=(), key=key, replacement=None, texts=())
-    other = replace(scope, key=f"{key}1")
-    assert saga.erase_reasons(SagaProgress.objects.all(), other) == 0
-    assert saga.erase_reasons(SagaProgress.objects.all(), replace(scope, topic="others")) == 0, "a key has a topic"
+    for other in (replace(scope, key=f"{key}1"), replace(scope, topic="others")):
+        assert saga.erase_reasons(SagaProgress.objects.all(), other) == 0
     # Retention may have removed the messages from the log, and keeps the saga.
     assert saga.erase_reasons(SagaProgress.objects.all(), scope) == 1
     assert state_of(record) == (SagaState.UNDONE, "reserve_room", "(erased)")
     SagaProgress.objects.update(reason="there is no guest")
     [last] = SagaProgress.objects.values_list("message_id", flat=True)
-    by_id = replace(scope, key=None, message_ids=[last])
-    assert saga.erase_reasons(SagaProgress.objects.all(), by_id) == 1
+    assert saga.erase_reasons(SagaProgress.objects.all(), replace(scope, key=None, message_ids=[last])) == 1
 
 
 def test_a_reason_that_no_database_stores_undoes_all_the_same(hotel: SimpleNamespace) -> None:
@@ -375,29 +365,6 @@ def test_a_record_that_was_deleted_ends_its_saga(hotel: SimpleNamespace) -> None
     hotel.book(hotel.room, "ada").delete()
     assert drain().failed == 0
     assert is_free(hotel.room)
-
-
-def test_a_failure_is_tried_again_and_its_effects_are_rolled_back(hotel: SimpleNamespace) -> None:
-    saga = Saga("failing", Booking, topic="bookings")
-    attempts: list[int] = []
-
-    @saga.step(retry=RetryPolicy(delays_seconds=[0.0], max_attempts=3))
-    def fail_once(record: Booking) -> None:
-        attempts.append(record.charged)
-        record.charged += 1
-        record.save()
-        if len(attempts) == 1:
-            raise RuntimeError
-
-    with transaction.atomic():
-        record = Booking.objects.create(room=hotel.room, guest="ada")
-        saga.start(record)
-    while drain().failed:
-        pass
-    drain()
-    assert attempts == [0, 0]
-    assert state_of(record)[0] == SagaState.DONE
-    assert record.charged == 1
 
 
 def test_mistakes_are_refused_when_they_are_declared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,25 +14,34 @@ import psycopg
 import pytest
 from django.apps import apps
 from django.conf import settings
-from django.core.checks import run_checks
+from django.core.checks import CheckMessage, run_checks
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connections
 from django.test.utils import override_settings
 
 from outbox import Delivery
+from outbox.broker.operations.conditions import Severity
 from outbox.broker.schema import install
 from outbox.codec import BytesCodec
-from outbox.contrib.django import subscriber
+from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.operations.checks import check_databases
+from outbox.contrib.django.operations.doctor import examine
+from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.routers import BrokerRouter
-from outbox.contrib.django.settings.conf import parse_settings
+from outbox.contrib.django.settings.conf import get_settings, parse_settings
+from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
+from tests.django.state import execute
+from tests.django.support import consume, sequence
 
 
 def test_every_setting_has_a_default() -> None:
@@ -54,26 +64,21 @@ def test_every_setting_has_a_default() -> None:
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
         ({"IN_MEMORY": "yes"}, "True or False"),
         ({"IMMUNITY_SECONDS": 1.5}, "whole number of seconds, at least 0"),
-        ({"IMMUNITY_SECONDS": True}, "whole number"),
         ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
-        ({"SEND_TIMEOUT_SECONDS": float("inf")}, "number of seconds"),
         ({"LEASE_SECONDS": "10"}, "number of seconds, at least 1"),
         ({"LEASE_SECONDS": 2_073_601}, r"\['LEASE_SECONDS'\] must be .* at most 2,073,600; it is 2073601"),
-        ({"INBOX_RETENTION_SECONDS": 1e9}, "at most 632,448,000"),
         ({"IMMUNITY_SECONDS": 2**31}, "at most 2,147,483,647"),
-        ({"HANDLER_THREADS": 2**31}, "at most 2,147,483,647"),
         ({"THRESHOLDS": {"LAG_SECONDS": (float("nan"), None)}}, "numbers, at least 0"),
         ({"TOPICS": {"orders": {"retention_seconds": 2**31}}}, r"\['retention_seconds'\] .*at most 2,147,483,647"),
         ({"TOPICS": {"orders": {"backlog_limit": 2**63}}}, "at most 9,223,372,036,854,775,807"),
         ({"THRESHOLDS": 60}, r"OUTBOX\['THRESHOLDS'\] must be a dictionary"),
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
-        ({"THRESHOLDS": {"LAG_SECONDS": (-1, None)}}, "numbers, at least 0"),
         ({"HEALTH_ADDRESS": "9464"}, "HOST:PORT"),
+        ({"HANDLER_MIDDLEWARE": "a.path"}, "must be a list of dotted paths"),
         ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
         ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),
         ({"TOPICS": {"orders": {"queue": 4}}}, "Did you mean 'queue_count'"),
         ({"TOPICS": {"orders": {"types": "FIFO"}}}, "a list of 'NORMAL'"),
-        ({"TOPICS": {"orders": {"types": ["LIFO"]}}}, "a list of 'NORMAL'"),
         ({"TOPICS": {"orders": {"queue_count": 5000}}}, r"\['orders'\].*1 to 1024"),
         ({"TOPICS": {"or ders": {}}}, "topic name 'or ders'"),
         ({"TOPICS": {"orders": {"on_park": "explode"}}}, "'hold' or 'release'"),
@@ -93,14 +98,6 @@ def test_a_threshold_that_no_condition_has_is_named_with_the_nearest() -> None:
         refuse_unknown_thresholds(parse_settings({"THRESHOLDS": {"LAG_SECOND": (60, 600)}}).thresholds)
 
 
-def test_codecs_of_topics(application: None, outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.BytesCodec"}})
-    assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
-    outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
-    with pytest.raises(ConfigurationError, match=r"\['orders'\]\['codec'\] = 'outbox.codec.Nothing'"):
-        get_codecs()
-
-
 def test_one_codec_for_the_whole_project(application: None, outbox_settings: Callable[..., None]) -> None:
     outbox_settings(CODEC="outbox.codec.BytesCodec", TOPICS={"orders": {}, "json": {"codec": "outbox.codec.JsonCodec"}})
     assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
@@ -113,6 +110,9 @@ def test_one_codec_for_the_whole_project(application: None, outbox_settings: Cal
         outbox_settings(CODEC=named)
         with pytest.raises(ConfigurationError, match=rf"OUTBOX\['CODEC'\] = '{named}'.*{complaint}"):
             get_codecs()
+    outbox_settings(CODEC="outbox.codec.JsonCodec", TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
+    with pytest.raises(ConfigurationError, match=r"\['orders'\]\['codec'\] = 'outbox.codec.Nothing'"):
+        get_codecs()
 
 
 @pytest.mark.usefixtures("no_subscribers")
@@ -125,6 +125,9 @@ def test_subscribers_are_found_in_one_module_of_each_app(
     monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
     (tmp_path / "handlers.py").write_text("raise RuntimeError('not mine to import')\n")
     assert autodiscover() == []
+    (tmp_path / "subscribers.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.subscribers.*not_installed_anywhere"):
+        autodiscover()
     (tmp_path / "subscribers.py").write_text(
         "from outbox.contrib.django import subscriber\n@subscriber('orders', group='found')\ndef found(delivery): ...\n"
     )
@@ -227,8 +230,7 @@ def test_a_server_of_the_broker_that_is_too_old_is_an_error(application: None, m
 
 
 def test_servers_that_may_forget_are_named(application: None) -> None:
-    with connections["default"].cursor() as cursor:
-        cursor.execute("SET synchronous_commit = off")
+    execute("SET synchronous_commit = off")
     assert found(databases=["default"]) == {"outbox.W022"}
 
 
@@ -285,3 +287,114 @@ def test_an_app_registry_that_is_filled_again_registers_each_check_once(applicat
         pass
     with override_settings(OUTBOX={**OUTBOX, "BROKER": "nowhere"}):
         assert [item.id for item in run_checks()] == before
+
+
+# -- groups that are new to a topic -----------------------------------------------------------------
+
+
+def subscribe(group: str, **options: Any) -> None:
+    @subscriber("orders", group=group, **options)
+    def ship(delivery: Delivery) -> None: ...
+
+
+def warned() -> list[CheckMessage]:
+    return [one for one in check_databases(databases=["broker"]) if one.id == "outbox.W032"]
+
+
+@pytest.fixture
+def _history(databases: None, no_subscribers: None) -> None:
+    """Three messages that the group shipping has handled."""
+    subscribe("shipping")
+    for number in range(3):
+        publish("orders", {}, key=str(number), at_once=True)
+    consume()
+    registry.unregister_all()
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+def test_the_first_group_of_a_topic_is_not_warned_about() -> None:
+    subscribe("shipping")
+    publish("orders", {}, at_once=True)
+    sequence()
+    assert warned() == []
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+@pytest.mark.usefixtures("_history")
+def test_another_name_is_warned_about_by_the_check_and_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    subscribe("dispatch")
+    [found] = warned()
+    assert (
+        "'dispatch' is new to the topic 'orders'. The group will handle all messages of the topic, about 3, "
+        in found.msg
+    )
+    assert "'shipping'" in found.msg
+    assert found.hint is not None
+    assert "start='earliest'" in found.hint
+    assert "is 'shipping' under another name, give it the former name" in found.hint
+    with caplog.at_level(logging.WARNING):
+        runtime = consumer_runtime()
+    assert "is 'shipping' under another name" in caplog.text
+    runtime.run_once()
+    assert warned() == [], "it is not new any more"
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+@pytest.mark.usefixtures("_history")
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_group_with_a_declared_start_is_not_warned_about(start: str, caplog: pytest.LogCaptureFixture) -> None:
+    subscribe("dispatch", start=start)
+    assert warned() == []
+    with caplog.at_level(logging.WARNING):
+        consumer_runtime()
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+@pytest.mark.usefixtures("_history")
+def test_a_new_group_is_not_taken_for_one_that_still_exists() -> None:
+    subscribe("shipping")
+    subscribe("points")
+    [found] = warned()
+    assert "'points'" in found.msg
+    assert found.hint is not None
+    assert "another name" not in found.hint
+
+
+# -- sessions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+def test_the_sum_is_compared_with_the_limit(outbox_settings: Callable[..., None]) -> None:
+    for number in range(14):
+        subscriber("orders", group=f"group{number}")(lambda given: None)
+    [demand] = [one for one in demands(get_settings()) if "broker" in one.aliases]
+    # Eight handlers, 2 sessions of the consumer process, 9 to publish, 4 of the worker, and one pass for each ledger.
+    assert demand.of_worker == 8 + 2 + 9 + 4 + len(set(ledger_aliases()) & set(demand.aliases))
+    [(allowed,)] = [[int(row[0])] for row in _rows("SHOW max_connections")]
+    assert (demand.workers, demand.limit.allowed) == (1, allowed)
+    assert 0 < demand.open_elsewhere < allowed
+
+    def warnings(alias: str) -> list[str]:
+        return [str(one.msg) for one in check_databases(databases=[alias]) if one.id == "outbox.W042"]
+
+    assert warnings("default") == []
+    outbox_settings(HANDLER_THREADS=4)
+    [fewer] = [one for one in demands(get_settings()) if "broker" in one.aliases]
+    # As many handlers less, and as many of their sessions to publish.
+    assert fewer.of_worker == demand.of_worker - 4 - 4
+    outbox_settings(HANDLER_THREADS=8, CONSUMER_PROCESSES=allowed // 8)
+    [text] = warnings("default")
+    assert "1 worker(s) of this project may open" in text and f"allows {allowed}" in text
+    assert len(warnings("broker")) == 1
+    assert [one.severity for one in examine() if one.name == "check outbox.W042"] == [Severity.WARNING]
+    outbox_settings(CONSUMER_PROCESSES=1)
+    [fine] = [one for one in examine() if one.name == "sessions of workers"]
+    assert f"1 worker(s) of this project may open {demand.of_worker} sessions each" in fine.meaning
+
+
+def _rows(statement: str) -> list[tuple[str]]:
+    with connections["default"].cursor() as cursor:
+        cursor.execute(statement)
+        found: list[tuple[str]] = cursor.fetchall()
+        return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -13,7 +12,6 @@ from django.core.management.base import CommandError
 from django.db import transaction
 
 from outbox import Recall, RecallStatus
-from outbox.broker.leading import Sequencer
 from outbox.contrib.django import (
     message,
     publish,
@@ -23,8 +21,7 @@ from outbox.contrib.django import (
     recall_key,
     transactional_message,
 )
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.engine.broker import flush
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     MessageTypeMismatch,
@@ -35,7 +32,7 @@ from outbox.errors import (
 )
 from tests.django.shop.models import Order
 from tests.django.state import decisions, stored
-from tests.django.support import call
+from tests.django.support import call, sequence
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -44,12 +41,8 @@ HOUR = 3600
 
 def scheduled() -> list[str]:
     """The keys of what waits for its time, once everything decided has been sequenced."""
-    flush(within_seconds=5)
-    database = broker_database()
-    with closing(database.connect()) as connection:
-        sequencer = Sequencer(database, uuid4())
-        while sequencer.run_once(connection).more:
-            pass
+    sequence()
+    with broker_connection() as (connection, _):
         rows = connection.execute(
             "SELECT key FROM outbox.scheduled JOIN outbox.commit_log USING (log_id) ORDER BY log_id"
         ).fetchall()
@@ -111,11 +104,6 @@ def test_an_immunity_that_is_none_is_refused() -> None:
             with pytest.raises(UsageError, match="'orders': immunity_seconds must be a whole number"):
                 publish("orders", {}, immunity_seconds=seconds)
         assert not Order.objects.exists()
-
-
-def test_immunity_without_a_transaction_is_refused() -> None:
-    with pytest.raises(TransactionUsageError, match="no transaction is open"):
-        publish("orders", {}, immunity_seconds=60)
 
 
 # -- recall -----------------------------------------------------------------------------------------
@@ -210,6 +198,3 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
     with transaction.atomic():
         publish("orders", {}, key="kept")
     assert decisions() == {"plain": "C", "kept": "C"}
-
-
-# -- asking about parked ones -----------------------------------------------------------------------

@@ -11,9 +11,9 @@ from django.db import Error, connections, transaction
 from outbox.contrib.django import message, publish, publish_messages, transactional_message
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import SendFailed, TransactionUsageError
+from outbox.errors import SendFailed
 from tests.django.shop.models import Order
-from tests.django.state import decisions
+from tests.django.state import decisions, execute
 
 
 @transactional_message("orders", key="decorated", body={})
@@ -30,11 +30,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "decorated": decorated,
     "decorated_late": decorated_late,
 }
-
-
-def execute(statement: str) -> None:
-    with connections["default"].cursor() as cursor:
-        cursor.execute(statement)
 
 
 @contextmanager
@@ -119,14 +114,6 @@ def test_no_error_of_the_driver_reaches_the_caller(call: str) -> None:
         assert not Order.objects.exists(), name
         committed = {key for key, state in decisions().items() if state == "C"}
         assert committed == {"warm-up", "warm-up of the path"}, name
-
-
-@pytest.mark.usefixtures("path")
-def test_a_block_that_is_marked_for_rollback_is_named() -> None:
-    with transaction.atomic():
-        transaction.set_rollback(True)
-        with pytest.raises(TransactionUsageError, match="marked for rollback"):
-            publish("orders", {})
 
 
 @pytest.mark.usefixtures("empty_log")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -40,7 +40,8 @@ from outbox.errors import (
     UsageError,
 )
 from tests.django.shop.models import Order
-from tests.django.state import decisions, rolled_back, stored
+from tests.django.state import decisions, execute, renamed, rolled_back, stored
+from tests.django.threads import Other
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -66,8 +67,7 @@ def holders(alias: str = "default") -> dict[str, UUID]:
 def end_windows(alias: str = "default") -> None:
     """Let the time of all keys be over."""
     past = "'2020-01-01 00:00:00.000'"
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"UPDATE outbox_unique SET until = {past}")
+    execute(f"UPDATE outbox_unique SET until = {past}", alias=alias)
 
 
 def pruned(**options: Any) -> int:
@@ -88,24 +88,13 @@ def test_a_second_message_with_the_key_is_a_duplicate_of_the_first(path: str) ->
     assert second.message_id != first.message_id
     assert second.position is None
     assert [item.key for item in stored()] == ["first"]
+    assert LedgerEntry.objects.count() == (path == "two_phase")
     assert Order.objects.filter(number="beside the duplicate").exists()
     assert holders() == {"invoice:7": first.message_id}
     with transaction.atomic():
         assert once(topic="payments").duplicate_of is None, "a topic has keys of its own"
     with transaction.atomic(using="other"):
         assert once(using="other").duplicate_of is None, "and so has a database"
-
-
-def test_a_duplicate_writes_nothing(path: str) -> None:
-    with transaction.atomic():
-        once()
-    before = len(stored()), LedgerEntry.objects.count()
-    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
-        once()
-    assert (len(stored()), LedgerEntry.objects.count()) == before
-    written = [query["sql"] for query in queries if query["sql"].lstrip().startswith(("INSERT", "UPDATE", "DELETE"))]
-    assert len(written) == 1
-    assert "ON CONFLICT (topic, unique_key) DO NOTHING" in written[0]
 
 
 def test_a_rollback_and_a_savepoint_free_the_key(path: str) -> None:
@@ -119,33 +108,11 @@ def test_a_rollback_and_a_savepoint_free_the_key(path: str) -> None:
     assert names() == ["kept"]
 
 
-def test_a_failing_publish_frees_the_key(outbox_settings: Callable[..., None]) -> None:
-    with contextlib.suppress(UsageError), transaction.atomic():
-        publish_messages(
-            [message("orders", {}, Unique("a", within=1)), message("orders", {}, key="k")], using="nowhere"
-        )
-    with contextlib.suppress(TransactionUsageError, UsageError), transaction.atomic():
-        once(immunity_seconds=-1)
-    assert holders() == {}
-
-
 # -- the time ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alias", ["default", "lite"])
-def test_after_its_time_the_row_is_replaced_in_place(alias: str) -> None:
-    with transaction.atomic(using=alias):
-        once(using=alias)
-    end_windows(alias)
-    with transaction.atomic(using=alias):
-        second = once(using=alias)
-        assert second.duplicate_of is None
-        assert once(using=alias).duplicate_of == second.message_id
-    assert holders(alias) == {"invoice:7": second.message_id}
-
-
-@pytest.mark.parametrize("alias", ["default", "lite"])
-def test_the_time_begins_with_the_publish_call_and_is_measured_by_the_database(alias: str) -> None:
+def test_its_time_is_measured_by_the_database_and_then_the_row_is_replaced_in_place(alias: str) -> None:
     with transaction.atomic(using=alias):
         once(using=alias)
     now, until, hour = {
@@ -153,9 +120,16 @@ def test_the_time_begins_with_the_publish_call_and_is_measured_by_the_database(a
         "sqlite": ("julianday('now')", "julianday(until)", "1.0 / 24"),
         "mysql": ("UTC_TIMESTAMP(6)", "until", "INTERVAL 1 HOUR"),
     }[connections[alias].vendor]
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT {until} > {now}, {until} <= {now} + {hour} FROM outbox_unique")
-        assert [bool(value) for value in cursor.fetchone()] == [True, True]
+    assert [
+        bool(value)
+        for value in execute(f"SELECT {until} > {now}, {until} <= {now} + {hour} FROM outbox_unique", alias=alias)[0]
+    ] == [True, True]
+    end_windows(alias)
+    with transaction.atomic(using=alias):
+        second = once(using=alias)
+        assert second.duplicate_of is None
+        assert once(using=alias).duplicate_of == second.message_id
+    assert holders(alias) == {"invoice:7": second.message_id}
 
 
 def test_the_first_message_chooses_the_time() -> None:
@@ -252,37 +226,6 @@ def test_a_decorated_function_runs_and_publishes_no_duplicate(place: Callable[[s
 # -- two connections --------------------------------------------------------------------------------
 
 
-class Other:
-    """A transaction in a thread of its own, which ends when the test says so."""
-
-    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], Any], *, commits: bool = True) -> None:
-        self.done = threading.Event()
-        self._end = threading.Event()
-        self._commits = commits
-        self._future: Future[Any] = pool.submit(self._run, work)
-
-    def _run(self, work: Callable[[], Any]) -> Any:
-        try:
-            with transaction.atomic():
-                result = work()
-                self.done.set()
-                assert self._end.wait(30)
-                if not self._commits:
-                    transaction.set_rollback(True)
-            return result
-        finally:
-            connections.close_all()
-
-    def let_end(self) -> None:
-        """Let the transaction end when its work is done."""
-        self._end.set()
-
-    def end(self) -> Any:
-        """Let the transaction end, and return the result of its work."""
-        self.let_end()
-        return self._future.result(30)
-
-
 @pytest.fixture
 def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
     """Threads with connections of their own."""
@@ -336,8 +279,7 @@ def test_waiting_ends_with_lock_timeout(pool: ThreadPoolExecutor) -> None:
 
     def once_with_a_timeout() -> None:
         with transaction.atomic():
-            with connections["default"].cursor() as cursor:
-                cursor.execute("SET LOCAL lock_timeout = '50ms'")
+            execute("SET LOCAL lock_timeout = '50ms'")
             once()
 
     with pytest.raises(SendFailed, match="held a lock for too long"):
@@ -465,10 +407,7 @@ def isolated(level: str) -> Iterator[None]:
         yield
 
 
-STRICT = pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-
-
-@STRICT
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_a_key_held_before_the_snapshot_makes_a_duplicate(level: str) -> None:
     with transaction.atomic():
         first = once()
@@ -481,7 +420,7 @@ def test_a_key_held_before_the_snapshot_makes_a_duplicate(level: str) -> None:
         assert once().duplicate_of == second.message_id
 
 
-@STRICT
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("expired", [False, True])
 def test_a_key_taken_after_the_snapshot_is_a_serialization_failure(
     level: str, expired: bool, pool: ThreadPoolExecutor
@@ -504,7 +443,7 @@ def test_a_key_taken_after_the_snapshot_is_a_serialization_failure(
         assert once().duplicate_of == taken[0].message_id
 
 
-@STRICT
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_a_key_pruned_after_the_snapshot_is_taken_once(level: str, pool: ThreadPoolExecutor) -> None:
     with transaction.atomic():
         once()
@@ -552,32 +491,23 @@ def test_an_erasure_deletes_the_key(alias: str) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
+    """More of them are in test_refused_values.py."""
     number = uuid4()
     with transaction.atomic():
         publish("orders", {}, Unique(7, within=1.5))
         publish("orders", {}, Unique(number, within=MAX_WITHIN))
     assert set(holders()) == {"7", str(number)}
     cases: list[tuple[Any, Any, str]] = [
-        ("", 60, "must be a text of 1 to 255 characters"),
         ("x" * 256, 60, "must be a text of 1 to 255 characters"),
-        ("a\x00", 60, "must be a text of 1 to 255 characters"),
-        (b"a", 60, "must be a text of 1 to 255 characters"),
-        (True, 60, "must be a text of 1 to 255 characters"),
         (lambda body: "a", 60, "must be a text of 1 to 255 characters"),
         ("a", 0, "more than 0 and at most 366 days"),
-        ("a", -1, "more than 0 and at most 366 days"),
         ("a", MAX_WITHIN + timedelta(microseconds=1), "at most 366 days"),
-        ("a", 1e300, "at most 366 days"),
-        ("a", float("nan"), "at most 366 days"),
-        ("a", "1h", "at most 366 days"),
-        ("a", True, "at most 366 days"),
     ]
     for key, within, text in cases:
         with pytest.raises(InvalidMessage, match=text) as raised, transaction.atomic():
             publish("orders", {}, Unique(key, within=within))
-        assert "'orders'" in str(raised.value)
-        assert "Nothing was published" in str(raised.value)
-        assert len(stored()) == 2
+        assert "'orders'" in str(raised.value) and "Nothing was published" in str(raised.value)
+    assert len(stored()) == 2
 
 
 def test_outside_of_a_transaction_it_is_refused(path: str) -> None:
@@ -610,19 +540,14 @@ def test_without_the_app_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_table_is_named() -> None:
     def once_without_the_table() -> None:
         with transaction.atomic():
-            with connections["default"].cursor() as cursor:
-                cursor.execute("ALTER TABLE outbox_unique RENAME TO outbox_elsewhere")
+            execute("ALTER TABLE outbox_unique RENAME TO outbox_elsewhere")
             once()
 
     with pytest.raises(ConfigurationError, match="migrate --database=default"):
         once_without_the_table()
     assert holders() == {}
-    with connections["other"].cursor() as cursor:
-        cursor.execute("ALTER TABLE outbox_unique RENAME TO outbox_elsewhere")
-        try:
-            [said] = [one.msg for one in run_checks(databases=["other"]) if one.id == "outbox.W021"]
-        finally:
-            cursor.execute("ALTER TABLE outbox_elsewhere RENAME TO outbox_unique")
+    with renamed("outbox_unique", alias="other"):
+        [said] = [one.msg for one in run_checks(databases=["other"]) if one.id == "outbox.W021"]
     assert said.startswith("outbox_unique are missing in 'other'")
 
 

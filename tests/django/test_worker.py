@@ -16,19 +16,14 @@ from outbox.broker.operations.conditions import Condition
 from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.watching import look
-from outbox.utils import faults
 from tests.django.processes import ROOT, environment, process
-from tests.django.shop.models import Effect, Order
-from tests.django.state import decisions
+from tests.django.shop.models import Order
+from tests.django.state import decisions, effects
+from tests.django.support import end_messages_lost
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases")
-
-
-def effects() -> list[str]:
-    return sorted(Effect.objects.values_list("number", flat=True))
 
 
 def place(number: str) -> None:
@@ -76,12 +71,8 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
 
 
 def test_check_role_settles_what_a_lost_end_left_open() -> None:
-    faults.arm("producer.before_end=raise")
-    try:
+    with end_messages_lost():
         place("lost-end")
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
     assert decisions() == {"lost-end": None}
     with process(["-m", "django", "outbox_worker", "--role", "check"]):
         # Two processes start, one after the other.

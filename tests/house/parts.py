@@ -67,7 +67,7 @@ PARTS: Final = (
         r"\beras(?!ed)|_eras(?!ed)|outbox_erased|erased_v\d|\}\.erased\b|(?:table|from|into|update) erased\b",
         ("contrib/erasure/",),
         tests=(
-            *("broker/erasure/", "django/test_erasure.py", "django/test_erasure_outage.py"),
+            *("broker/erasure/", "django/test_erasure.py"),
             # About another part; it also erases.
             "spark/test_erased.py",
         ),
@@ -102,7 +102,7 @@ PARTS: Final = (
             "django/test_forward.py",
             "sinks/",
             # About other parts; each also uses forwarding.
-            *("django/test_engines.py", "django/test_erasure.py", "django/test_erasure_outage.py"),
+            *("django/test_engines.py", "django/test_erasure.py"),
             "django/test_large_bodies.py",
         ),
     ),
@@ -116,7 +116,7 @@ PARTS: Final = (
             "django/test_large_bodies_crash.py",
             "django/test_large_bodies_s3.py",
             # About repairs; one of them has a large body.
-            "django/test_repair_values.py",
+            "django/test_repair.py",
         ),
     ),
     Part(
@@ -158,8 +158,6 @@ PARTS: Final = (
             "django/repairs.py",
             "django/test_findings.py",
             "django/test_repair.py",
-            "django/test_repair_runs.py",
-            "django/test_repair_values.py",
             # About remedies of all kinds; it makes its faults with those of repairs.
             "django/test_remedies.py",
             "spark/test_command.py",
@@ -210,7 +208,6 @@ PARTS: Final = (
             "django/faults_of_tasks.py",
             "django/task_settings.py",
             "django/test_tasks.py",
-            "django/test_tasks_running.py",
         ),
     ),
     Part(

@@ -1,4 +1,4 @@
-"""Many programs at once: run them all, let everything settle once, judge each; cut down and print what failed."""
+"""Many programs at once: run them all, let everything settle once, judge each; print what failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.ports import ConsumeCounts
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
-from tests.mistakes.grammar import Program, smaller, steps_of
+from tests.mistakes.grammar import Program, steps_of
 from tests.mistakes.interpreter import run
 from tests.mistakes.oracle import Finding, Kind, State, judge
 from tests.mistakes.others import DUPLICATE, LOCKED, Others
@@ -82,16 +82,6 @@ class Campaign:
             self._settle(before)
             state = self._state(traces, before)
         return [Verdict(trace.program, trace.ended_with, judge(trace, state)) for trace in traces]
-
-    def reduced(self, program: Program, kinds: set[Kind]) -> Program:
-        """The program with steps left out, as long as it still breaks one of the rules in the same way."""
-        candidates = smaller(program)
-        while some := list(itertools.islice(candidates, 8)):
-            failing = [item.program for item in self.judged(some) if item.kinds & kinds]
-            if failing:
-                program = failing[0]
-                candidates = smaller(program)
-        return program
 
     # -- letting everything settle ------------------------------------------------------------------
 
@@ -171,7 +161,7 @@ def convictions(campaign: Campaign, side: Side, seeds: range, *, batch: int = 10
         yield from (Conviction(seed, one) for seed, one in zip(part, verdicts, strict=True) if one.findings)
 
 
-def report(campaign: Campaign, found: Sequence[Conviction]) -> str:
+def report(found: Sequence[Conviction]) -> str:
     """How often each rule was broken, by which seeds, and the shortest program for each."""
     by_kind: dict[Kind, list[Conviction]] = defaultdict(list)
     for item in found:
@@ -182,9 +172,7 @@ def report(campaign: Campaign, found: Sequence[Conviction]) -> str:
         seeds = ", ".join(str(item.seed) for item in items[:10])
         lines += ["", f"{kind.name}, {kind}: {len(items)} times, seeds {seeds}"]
         shortest = min(items, key=lambda item: len(list(steps_of(item.verdict.program))))
-        first = campaign.reduced(shortest.verdict.program, {kind})
-        verdict = campaign.judged([first])[0]
-        lines += [f"  seed {shortest.seed}, cut down; it ended with {verdict.ended_with or 'no error'!r}:"]
-        lines += [f"    {line}" for line in pformat(first).splitlines()]
-        lines += [f"  {finding}" for finding in verdict.findings]
+        lines += [f"  seed {shortest.seed}; it ended with {shortest.verdict.ended_with or 'no error'!r}:"]
+        lines += [f"    {line}" for line in pformat(shortest.verdict.program).splitlines()]
+        lines += [f"  {finding}" for finding in shortest.verdict.findings]
     return "\n".join(lines)

@@ -1,14 +1,14 @@
 """Application code as data: the steps of a small program.
 
 A program is either what a producer does in one request (`Producer`) or what a subscriber does with one delivery
-(`Consumer`). Steps are frozen values, so that a failing program can be cut down by leaving steps out.
+(`Consumer`). Steps are frozen values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 # -- single steps -----------------------------------------------------------------------------------
 
@@ -247,44 +247,3 @@ def _deep(body: Iterable[Step]) -> Iterator[Step]:
         yield step
         if isinstance(step, Block):
             yield from _deep(step.body)
-
-
-# -- cutting down -----------------------------------------------------------------------------------
-
-
-def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one step less: left out, or a block replaced by what is in it. Effects stay."""
-    if isinstance(program, Producer):
-        yield from (Producer(body) for body in _shorter(program.body))
-        return
-    for index, attempt in enumerate(program.attempts):
-        others = (program.attempts[:index], program.attempts[index + 1 :])
-        if len(program.attempts) > 1:
-            yield replace(program, attempts=(*others[0], *others[1]))
-        for body in _shorter(attempt):
-            yield replace(program, attempts=(*others[0], body, *others[1]))
-    if program.batch > 1:
-        yield replace(program, batch=1)
-    if program.place is not None:
-        yield replace(program, place=None)
-
-
-def _shorter(body: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
-    for index, step in enumerate(body):
-        before, after = body[:index], body[index + 1 :]
-        if not isinstance(step, Effect):
-            yield (*before, *after)
-        if isinstance(step, Block):
-            yield (*before, *step.body, *after)
-            yield from ((*before, replace(step, body=inner), *after) for inner in _shorter(step.body))
-        yield from ((*before, plain, *after) for plain in _plainer(step))
-
-
-def _plainer(step: Step) -> Iterator[Step]:
-    """The same step with one of its options switched off."""
-    for field in fields(step):
-        if (field.default is False or field.name in ("unique", "hostile")) and getattr(
-            step, field.name
-        ) != field.default:
-            changed: dict[str, Any] = {field.name: field.default}
-            yield replace(step, **changed)

@@ -38,4 +38,4 @@ def test_those_of_more_programs_agree(world: World, side: Side, campaign_in: Cal
 def agree(world: World, side: Side, campaign_in: Callable[[World], Campaign], seeds: range) -> None:
     campaign = campaign_in(world)
     found = list(itertools.islice(convictions(campaign, side, seeds), ENOUGH))
-    assert not found, report(campaign, found)
+    assert not found, report(found)

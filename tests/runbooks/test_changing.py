@@ -38,21 +38,6 @@ def test_a_running_topic_gets_more_and_fewer_queues(new_machine: Callable[..., M
     assert_all_is_handled(machine)
 
 
-def test_a_rolling_deployment_of_another_mode_ends(new_machine: Callable[..., Machine]) -> None:
-    machine = new_machine()
-    start(machine)
-    machine.variables["SHOP_MODE"] = "key_ordered"
-    machine.bash("systemctl start shop-worker@new")
-    log = machine.folder / "shop-worker@new.log"
-    eventually(lambda: "consuming waits for the end of other processes" in log.read_text(), within_seconds=60)
-    machine.wait_for_orders()
-    machine.bash("systemctl stop shop-worker")
-    machine.wait_for_orders()
-    modes = "SELECT DISTINCT mode FROM outbox.subscription"
-    eventually(lambda: machine.ask("OUTBOX_BROKER_URL", modes) == [("key_ordered",)], within_seconds=60)
-    assert_all_is_handled(machine)
-
-
 def test_a_group_gets_another_name_while_publishers_pause(new_machine: Callable[..., Machine]) -> None:
     machine = new_machine()
     start(machine)

@@ -71,6 +71,11 @@ class DemoRun:
         assert match is not None
         return match
 
+    @property
+    def site(self) -> str:
+        """The address of the open shop."""
+        return self.wait_for(r"the shop is open at (http://\S+?)/?;", within_seconds=1)[1]
+
     def end(self, number: signal.Signals = signal.SIGINT) -> int:
         """Interrupt it and wait; returns the exit code."""
         if self.process.poll() is None:

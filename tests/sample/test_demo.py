@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sample_project.demo.shopper import Shopper
 from tests.sample.conftest import ORDERS, DemoRun
-from tests.support import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -78,20 +76,6 @@ def test_at_most_one_offer_is_mailed_in_a_second(open_demo: DemoRun) -> None:
     assert len(times) >= 2
     # The limit counts the starts of the calls, and the Date of a mail has no fractions of a second.
     assert len(times) <= (times[-1] - times[0]).total_seconds() + 3
-
-
-def test_accounting_gets_a_mail_about_a_charge_that_the_provider_refuses(open_demo: DemoRun) -> None:
-    open_shop = re.search(r"the shop is open at http://127\.0\.0\.1:(\d+)/", open_demo.output)
-    assert open_shop, open_demo.output
-    customer = Shopper(int(open_shop[1]))
-    customer.request("GET", "/")
-    for _ in range(21):
-        customer.request("POST", "/cart/add/", {"product": "fountain-pen"})
-    order = customer.order()
-    assert customer.pay(order, "good")
-    customer.close()
-    subject = f"Order {order} is paid, but not charged"
-    eventually(lambda: f"Subject: {subject}\n" in _log(open_demo, "worker"), within_seconds=90, what=subject)
 
 
 @pytest.mark.soak

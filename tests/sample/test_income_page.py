@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -16,16 +15,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 CELLS = "[...document.querySelectorAll('.scroll tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
 
 
-def _site(run: DemoRun) -> str:
-    found = re.search(r"the shop is open at (http://\S+?)/?;", run.output)
-    assert found, run.output
-    return found[1]
-
-
 def test_every_paid_order_is_in_its_minute(open_demo: DemoRun) -> None:
     """The demo has compared each minute with the orders table; the page shows the same sums."""
     with Browser() as browser:
-        browser.goto(f"{_site(open_demo)}/income/")
+        browser.goto(f"{open_demo.site}/income/")
         rows = browser.evaluate(CELLS)
         assert sum(int(orders) for _, orders, _ in rows) >= ORDERS / 2, "most orders of the demo are paid"
         assert all(Decimal(income.removeprefix("€ ")) > 0 for _, _, income in rows)
@@ -34,10 +27,10 @@ def test_every_paid_order_is_in_its_minute(open_demo: DemoRun) -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_the_plot_is_drawn_from_files_of_the_site(open_demo: DemoRun, tmp_path: Path, width: int, dark: bool) -> None:
     with Browser(width=width, dark=dark) as browser:
-        browser.goto(f"{_site(open_demo)}/income/")
+        browser.goto(f"{open_demo.site}/income/")
         browser.wait_for("document.querySelector('#income-plot canvas')?.width > 0")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         sources = browser.evaluate("performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)")
-        assert set(sources) == {_site(open_demo)}
+        assert set(sources) == {open_demo.site}
         browser.screenshot(tmp_path / "income.png")
         assert (tmp_path / "income.png").stat().st_size > 10_000

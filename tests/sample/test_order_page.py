@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.sample.browser import Browser
 from tests.sample.conftest import DemoRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-
-def _site(run: DemoRun) -> str:
-    found = re.search(r"the shop is open at (http://\S+?)/?;", run.output)
-    assert found, run.output
-    return found[1]
 
 
 def _order_something(browser: Browser, site: str) -> None:
@@ -35,7 +27,7 @@ def _done(browser: Browser) -> list[str]:
 
 def test_four_states_arrive_on_the_page_by_its_script(open_demo: DemoRun) -> None:
     with Browser() as browser:
-        _order_something(browser, _site(open_demo))
+        _order_something(browser, open_demo.site)
         assert _done(browser) == []
         browser.click(".pay button.strong")
         # The script replaces the list in place; this mark would not survive a reload.
@@ -44,13 +36,5 @@ def test_four_states_arrive_on_the_page_by_its_script(open_demo: DemoRun) -> Non
         assert browser.evaluate("window.sameDocument") is True
         assert _done(browser) == ["orders", "logistics", "points", "cart"]
         assert "64 credited, 64 in all" in browser.text(".steps")
-        browser.goto(f"{_site(open_demo)}/cart/")
+        browser.goto(f"{open_demo.site}/cart/")
         assert "There is nothing in your cart" in browser.text("main")
-
-
-@pytest.mark.parametrize("width", [320, 1280])
-def test_no_page_scrolls_sideways(open_demo: DemoRun, width: int) -> None:
-    with Browser(width=width) as browser:
-        for path in ("/", "/cart/", "/orders/", "/income/", "/login/"):
-            browser.goto(_site(open_demo) + path)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width, path

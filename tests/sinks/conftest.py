@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.broker.bench import ROOT, ConsumptionBench
+from tests.broker.bench import ROOT
+from tests.broker.conftest import bench
+
+__all__ = ["bench"]
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def bench(broker_url: str) -> Iterator[ConsumptionBench]:
-    """A broker without a process of its own."""
-    bench = ConsumptionBench(broker_url)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

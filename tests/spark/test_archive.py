@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -82,6 +83,54 @@ def test_findings_are_the_same_before_and_after_retention(reconcile: Reconciler,
     made, gaps = take(reconcile, path)
     assert made is not None and made.count == 1 and gaps == []
     assert set(reconcile.findings(reconcile.run(full=True))) == planted, "what is in both places counts once"
+
+
+BY_ID = """
+[[rule.group]]
+name = "points"
+table = "outbox_inbox"
+message_id = "message_id"
+time = "handled_at"
+when = "consumer_group = 'points'"
+within = "10m"
+"""
+
+
+@pytest.mark.slow
+def test_effects_are_found_by_the_ids_of_archived_messages(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    """By rules with each number of messages per row: from log and archive, and from the archive alone."""
+    orders = [Order(number=number) for number in range(1, 6)]
+    strange, second = uuid.uuid4(), uuid.uuid4()
+    for order in orders:
+        world.pay(order)
+        world.send(order)
+    world.send(orders[3], message_id=second, stored_at=START + timedelta(seconds=1))
+    world.consume_all()
+    for message_id in (strange, *(order.message_id for order in orders if order.number != 3)):
+        world.app.execute("INSERT INTO outbox_inbox VALUES ('points', 1, %s, %s)", [message_id, START])
+    head, _, rule = archived_rules(tmp_path, groups=BY_ID).partition('[[rule]]\nname = "order-paid"')
+    numbers = ("exactly_one", "at_least_one")
+    both = head + "".join(f'[[rule]]\nname = "{number}"\nmessages = "{number}"{rule}' for number in numbers)
+    take(reconcile, reconcile.rules(text=both))
+    assert let_go(world) == 6
+    world.add(Order(number=90, at=datetime.now(UTC)))
+    for name, text in (("both", both), ("alone", alone_rules(both, tmp_path))):
+        reconcile.rules(text=text)
+        reconcile.output = name
+        rows = reconcile.rows(reconcile.run(full=True))
+        found = {(row["rule"], row["key"], row["group"], row["class"]): row["message_id"] for row in rows}
+        third = {(number, "3", "points", "UNDELIVERED"): str(orders[2].message_id) for number in numbers}
+        assert found == third | {
+            ("exactly_one", "4", "", "DUPLICATE"): str(second),
+            ("at_least_one", "4", "points", "UNDELIVERED"): str(second),
+            **{(number, str(strange), "points", "ORPHAN"): None for number in numbers},
+        }, name
+
+
+def alone_rules(text: str, folder: Path) -> str:
+    """The rules with the archive alone as the broker."""
+    text = text.replace('env = "RECONCILE_BROKER"', f'kind = "archive"\npath = "{folder / "archive"}"')
+    return text.replace('schema = "outbox"\n', "").replace(f'archive = "{folder / "archive"}"\n', "")
 
 
 @pytest.mark.slow
@@ -215,10 +264,8 @@ def test_a_year_is_judged_from_the_archive_alone(reconcile: Reconciler, world: W
     take(reconcile, path)
     assert set(reconcile.findings(reconcile.run(full=True))) == planted, "archive and log together"
 
-    alone = path.read_text().replace('env = "RECONCILE_BROKER"', f'kind = "archive"\npath = "{tmp_path / "archive"}"')
-    alone = alone.replace('schema = "outbox"\n', "").replace(f'archive = "{tmp_path / "archive"}"\n', "")
     reconcile.output = "alone"
-    path.write_text(alone)
+    path.write_text(alone_rules(path.read_text(), tmp_path))
     result = reconcile.run(full=True)
     assert set(reconcile.findings(result)) == planted, "the archive alone"
     assert result["rules"][0]["messages_read"] == 93

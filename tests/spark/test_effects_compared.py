@@ -122,7 +122,7 @@ def test_the_rules_name_columns_and_fields() -> None:
     (rule,) = parse(RULES.format(extra="", groups=GROUPS), environment=ENVIRONMENT).rules
     assert [group.compare_effect for group in rule.groups] == [(("amount", 0), ("buyer", 1)), ()]
     assert [group.sum_effect for group in rule.groups] == [(), (("amount", 0),)]
-    assert rule.effect_numbers == (0,)
+    assert (rule.near_places, rule.numbers) == ((), (0,))
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from pyspark.sql import SparkSession
 
 from spark import cli
 from spark.common.errors import UsageProblem
 from spark.common.store import Store
 from spark.judging import causes
+from spark.stages.findings import FINDINGS_SCHEMA, causes_of
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 
@@ -41,6 +44,32 @@ def test_lines_are_the_findings_in_force_while_they_are_there(reconcile: Reconci
     folder.rename(folder.with_name("elsewhere"))
     with pytest.raises(UsageProblem, match="cannot be read"):
         list(Store(output).finding_lines())
+
+
+def test_a_mismatch_in_several_columns_has_a_cause_for_each(spark_session: SparkSession) -> None:
+    both, total = ["total", "customer"], ["total"]
+    one = {"rule": "<rule>", "class": "MISMATCH", "group": "", "severity": "critical", "mismatched": both}
+    known = {
+        **one,
+        "mismatched": total,
+        "acknowledged": "by ada",
+        "was": "MISMATCH",
+        "row_at": datetime(2025, 5, 1, tzinfo=UTC),
+    }
+    recovered = {**one, "class": "RECOVERED", "was": "MISMATCH"}
+    frame = spark_session.createDataFrame([one, one, {**one, "mismatched": total}, known, recovered], FINDINGS_SCHEMA)
+    first, second, closed = causes_of(frame)
+    assert (first.subject, first.findings, first.new, first.acknowledged) == (
+        "MISMATCH of rule <rule>, column total", 4, 3, 1,
+    )  # fmt: skip
+    assert (first.first_findings, first.first_new, first.first_acknowledged) == (4, 3, 1)
+    assert (second.detail, second.findings, second.new) == ("customer", 2, 2)
+    assert (second.first_findings, second.first_new) == (0, 0), "the totals have each finding once"
+    assert first.oldest == "2025-05-01T00:00:00Z" and second.oldest is None
+    assert (closed.finding_class, closed.first_findings, closed.new) == ("RECOVERED", 1, 0)
+    read = {"rule": "<rule>", "class": "MISMATCH", "group": "", "delivery": None, "mismatched": both}
+    assert causes.ids_of(read) == [first.id, second.id]
+    assert causes.ids_of({**read, "mismatched": None}) == [causes.id_of("<rule>", "MISMATCH", "", "")]
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -133,6 +134,24 @@ def test_runs_at_intervals_go_on_until_sigterm(world: World, tmp_path: Path) -> 
         process.terminate()
         said, _ = process.communicate()
     assert process.returncode == 0, said
+    assert "Traceback" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_run_is_one_line(world: World, tmp_path: Path, number: signal.Signals) -> None:
+    write_rules(tmp_path, groups=())
+    some_orders(world)
+    with start(world, tmp_path, "--every", "1s", stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        assert next(line for line in process.stdout if "stage scan:" in line)
+        # Spark has begun to write, and Python waits for it.
+        draft = "out/runs/*/suspects/0/_temporary"
+        eventually(lambda: list(tmp_path.glob(draft)), within_seconds=120, what="a Spark job")
+        process.send_signal(number)
+        said, _ = process.communicate()
+    assert (process.returncode, said) == (3, "outbox-reconcile: interrupted; the previous result stays in force.\n")
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_a_rule_has_a_threshold_of_its_own(
         counts = dict.fromkeys((name.value for name in CLASSES), 0) | {"LOST": count, "OK": 100 - count}
         scanned = SimpleNamespace(prepared=SimpleNamespace(rule=rule))
         judged.append(SimpleNamespace(confirmed=SimpleNamespace(scanned=scanned), counts={"": counts}))
-    known = SimpleNamespace(rule="rule 0", is_known=True, findings=2 if faults == (7, 0) else 0)
-    found: Any = SimpleNamespace(rules=judged, counted=[known])
+    known = SimpleNamespace(rule="rule 0", first_acknowledged=2 if faults == (7, 0) else 0)
+    found: Any = SimpleNamespace(rules=judged, causes=[known])
     rules: Any = SimpleNamespace(fail_above=of_file)
     assert _is_tolerated(found, rules) is is_tolerated

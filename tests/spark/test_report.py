@@ -15,7 +15,7 @@ import pytest
 from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.judging import causes
-from spark.judging.causes import FindingCounts
+from spark.judging.causes import Cause
 from spark.output import metrics, report, summary
 from spark.rules.rule import CLASSES, FAULTS
 
@@ -79,15 +79,17 @@ def result(**counts: int) -> dict[str, Any]:
     }
 
 
-def counted(name: str, detail: str = "", *, findings: int = 1, **changed: Any) -> FindingCounts:
+def counted(name: str, detail: str = "", *, findings: int = 1, **changed: Any) -> Cause:
     """Findings of one cause; none of them is acknowledged or known."""
-    one = FindingCounts("<rule>", "", name, False, True, detail, True, "critical", findings, "2025-06-01T12:00:00Z")
-    return one._replace(**changed)
+    numbers = dict.fromkeys(("findings", "new", "first_findings", "first_new"), findings)
+    none = dict.fromkeys(("acknowledged", "first_acknowledged"), 0)
+    named = {"rule": "<rule>", "group": "", "finding_class": name, "detail": detail, "severity": "critical"}
+    return Cause(**{**named, **numbers, **none, "oldest": "2025-06-01T12:00:00Z", **changed})
 
 
-def described(counts: list[FindingCounts], *examples: dict[str, Any]) -> list[dict[str, Any]]:
+def described(found: list[Cause], *examples: dict[str, Any]) -> list[dict[str, Any]]:
     """The causes as result.json has them."""
-    return causes.described(causes.causes(counts), examples, "out put", "reconcile.toml")
+    return causes.described(causes.ordered(found), examples, "out put", "reconcile.toml")
 
 
 def finding(text: str) -> dict[str, Any]:
@@ -138,8 +140,10 @@ def test_hostile_keys_in_the_html_report() -> None:
 
 
 def test_the_trace_command_is_one_word_for_the_shell() -> None:
-    assert report.trace_command(finding("$(rm -rf /)")) == "python manage.py outbox_message show '$(rm -rf /)'"
-    assert report.trace_command({"message_id": None}) == ""
+    _, parsed = page([finding("$(rm -rf /)")], MISMATCH=1)
+    assert "python manage.py outbox_message show '$(rm -rf /)'" in parsed.text
+    _, parsed = page([{**finding("1"), "message_id": None}], MISMATCH=1)
+    assert "no message exists" in parsed.text
 
 
 def test_a_clean_report_says_so() -> None:
@@ -197,11 +201,11 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     counts = [
         counted("DUPLICATE", severity="info", findings=900),
         counted("LATE", findings=90),
-        counted("MISMATCH", findings=80, is_new=False),
+        counted("MISMATCH", findings=80, new=0),
         counted("DEAD", findings=2),
         counted("LOST", findings=5),
     ]
-    found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
+    found = {**result(), "causes": described([*counts, counted("ORPHAN", acknowledged=1, new=0)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
     shown.feed(report.render(found, []))
@@ -247,28 +251,12 @@ def test_many_findings_of_one_cause_are_one_line_that_links_to_them() -> None:
     assert f"outbox-reconcile findings --output 'out put' --cause {id_}" in parsed.text
 
 
-def test_a_mismatch_in_several_columns_has_a_cause_for_each() -> None:
-    counts = [
-        counted("MISMATCH", "total", findings=3),
-        counted("MISMATCH", "customer", findings=2, is_first=False),
-        counted("MISMATCH", "total", findings=1, is_new=False, is_known=True, oldest="2025-05-01T00:00:00Z"),
-    ]
-    total, customer = causes.causes(counts)
-    assert (total.subject, total.findings, total.new, total.acknowledged) == (
-        "MISMATCH of rule <rule>, column total", 4, 3, 1,
-    )  # fmt: skip
-    assert total.oldest == "2025-05-01T00:00:00Z" and customer.findings == 2
-    read = {"rule": "<rule>", "class": "MISMATCH", "group": "", "delivery": None, "mismatched": ["total", "customer"]}
-    assert causes.ids_of(read) == [total.id, customer.id]
-    assert causes.ids_of({**read, "mismatched": None}) == [causes.id_of("<rule>", "MISMATCH", "", "")]
-
-
 def test_the_commands_fit_the_cause() -> None:
     """A group that has passed messages needs each of them again; any other group has to run."""
     oldest = {"topic": "order.paid", "message_id": "01a202f2-5fd4-7b8d-af32-bfa2220cf44e"}
 
-    def commands(each: FindingCounts, **changed: Any) -> list[str]:
-        example = {**oldest, "cause": causes.id_of(each.rule, each.name, each.group, each.detail), **changed}
+    def commands(each: Cause, **changed: Any) -> list[str]:
+        example = {**oldest, "cause": each.id, **changed}
         (cause,) = described([each], example)
         return list(cause["commands"])
 
@@ -284,7 +272,7 @@ def test_the_commands_fit_the_cause() -> None:
     assert commands(counted("UNDELIVERED", "passed", findings=2, **group)) == [offsets, f"{listing} {id_}"]
     two = counted("UNDELIVERED", "passed", findings=2, **group)
     other = oldest["message_id"].replace("01a2", "02b3")
-    of_cause = {**oldest, "cause": causes.id_of(two.rule, two.name, two.group, two.detail)}
+    of_cause = {**oldest, "cause": two.id}
     (cause,) = described([two], of_cause, {**of_cause, "message_id": other})
     assert cause["commands"] == [
         offsets,
@@ -300,7 +288,7 @@ def test_the_commands_fit_the_cause() -> None:
     (listed,) = commands(counted("ORPHAN"), message_id="--help; rm -rf /")
     assert listed.startswith("outbox-reconcile findings "), "an id that is no id goes into no command"
     assert commands(counted("RECOVERED")) == []
-    (cause,) = causes.described(causes.causes([counted("MISMATCH")]), [], "s3a://key:hunter2@bucket/x", "r.toml")
+    (cause,) = causes.described([counted("MISMATCH")], [], "s3a://key:hunter2@bucket/x", "r.toml")
     assert "hunter2" not in json.dumps(cause), "the page must not repeat a password"
 
 

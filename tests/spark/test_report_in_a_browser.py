@@ -19,7 +19,9 @@ RIGHT_EDGE = "Math.max(...[...document.querySelectorAll('{}')].map(each => each.
 
 def found() -> dict[str, Any]:
     """A finding with everything, its evidence open to be read."""
-    return {**finding("01a202f2-5fd4-7b8d-af32-bfa2220cf44e"), "remedy": REMEDIES[FindingClass.UNDELIVERED].text}
+    remedy = REMEDIES[FindingClass.UNDELIVERED]
+    text = f"Check first: {remedy.check} Then: {remedy.settle}"
+    return {**finding("01a202f2-5fd4-7b8d-af32-bfa2220cf44e"), "remedy": text}
 
 
 @pytest.mark.parametrize("width", [1280, 390])

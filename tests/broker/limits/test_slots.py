@@ -5,23 +5,23 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
-import psycopg
 import pytest
 
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.database.executor import Executor, cursor_on
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.executor import Executor
 from outbox.contrib.limits import Limits, slots
 from outbox.contrib.limits.slots import Demand, fair_share
 from outbox.errors import ConfigurationError
 from tests.broker.bench import ConsumptionBench
+from tests.broker.support import in_threads
 from tests.support import eventually
 
 PLACE = (1, 1)
@@ -75,49 +75,6 @@ def test_no_interleaving_exceeds_the_limit(run: Executor) -> None:
     }
 
 
-class _Explaining(Executor):
-    """Sums up the rows of all plan nodes of the statements that it executes."""
-
-    __slots__ = ("rows_read",)
-
-    def __init__(self, run: Executor) -> None:
-        super().__init__(run.connection, run.schema)
-        self.rows_read = 0
-
-    def execute(
-        self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
-    ) -> psycopg.Cursor[tuple[Any, ...]]:
-        explained = cursor_on(self.connection)
-        with self.connection.transaction(force_rollback=True):
-            text, names = statement.on(self.schema)
-            explained.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + text, [(parameters or {})[name] for name in names])
-            ((plan,),) = explained.fetchall()
-        self.rows_read += _rows(plan[0]["Plan"])
-        return super().execute(statement, parameters, prepare=prepare)
-
-
-def _rows(node: dict[str, Any]) -> int:
-    own = (node["Actual Rows"] + node.get("Rows Removed by Join Filter", 0)) * node["Actual Loops"]
-    return int(own) + sum(map(_rows, node.get("Plans", ())))
-
-
-def test_a_statement_compares_no_slot_with_all_other_slots(run: Executor) -> None:
-    instance, keys = uuid4(), [f"k{number}" for number in range(1_000)]
-    works: list[Callable[[Executor], object]] = [
-        lambda run: slots.take(run, PLACE, instance, dict.fromkeys(keys, 1), limit=9, term_seconds=60),
-        lambda run: slots.renew(run, PLACE, instance, IDLE, term_seconds=60),
-        lambda run: slots.release(run, PLACE, instance, [(key, 1) for key in keys[:500]]),
-        lambda run: slots.release_all(run, instance),
-    ]
-    rows_read = []
-    for work in works:
-        explaining = _Explaining(run)
-        work(explaining)
-        rows_read.append(explaining.rows_read)
-    assert max(rows_read) < 20 * len(keys), rows_read
-    assert held(run) == {}
-
-
 def test_free_numbers_between_held_ones_are_taken(run: Executor) -> None:
     holder, taker = uuid4(), uuid4()
     slots.take(run, PLACE, holder, {"": 6, "a": 1}, limit=10, term_seconds=60)
@@ -141,11 +98,7 @@ def test_sessions_that_take_at_once_share_the_numbers(bench: ConsumptionBench, r
                 numbers = slots.take(other, PLACE, instance, {"": 1}, limit=20, term_seconds=60).get("", set())
                 taken.extend(numbers)
 
-    threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([partial(take, bench.database)] * 4)
     assert sorted(taken) == list(range(1, 21))
 
 
@@ -196,12 +149,8 @@ def test_sessions_that_take_tokens_at_once_get_each_token_once(bench: Consumptio
             for _ in range(25):
                 tokens.extend(slots.take_tokens(other, PLACE, 1, per_second=100.0, burst=1))
 
-    threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
     [(began,)] = bench.rows("SELECT clock_timestamp()")
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([partial(take, bench.database)] * 4)
     [(granted, next_at)] = bench.rows("SELECT extract(epoch FROM next_at - first_at) * 100, next_at FROM outbox.bucket")
     assert round(granted) == 1
     assert len(tokens) == 100
@@ -255,17 +204,13 @@ def test_a_number_that_the_tables_cannot_hold_is_refused() -> None:
             Limits(**given)
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [Limits(rate="1/day", burst=366), Limits(rate="1000000/s"), Limits(rate="1000000/s", burst=2**31 - 1)],
-    ids=str,
-)
-def test_the_tables_hold_the_extreme_rates(bench: ConsumptionBench, limits: Limits) -> None:
-    assert limits.per_second is not None
-    for _ in range(2):
-        assert len(slots.take_tokens(bench.run, (1, 1), 1, per_second=limits.per_second, burst=limits.burst)) == 1
-
-
-def test_the_table_holds_the_extreme_number_of_slots(bench: ConsumptionBench) -> None:
-    taken = slots.take(bench.run, (1, 1), uuid4(), {"": 2}, limit=2**31 - 1, term_seconds=60)
-    assert taken == {"": {1, 2}}
+def test_the_tables_hold_the_extreme_limits(bench: ConsumptionBench) -> None:
+    for place, limits in enumerate(
+        [Limits(rate="1/day", burst=366), Limits(rate="1000000/s"), Limits(rate="1000000/s", burst=2**31 - 1)]
+    ):
+        assert limits.per_second is not None
+        for _ in range(2):
+            taken = slots.take_tokens(bench.run, (1, place), 1, per_second=limits.per_second, burst=limits.burst)
+            assert len(taken) == 1, limits
+    taken_slots = slots.take(bench.run, PLACE, uuid4(), {"": 2}, limit=2**31 - 1, term_seconds=60)
+    assert taken_slots == {"": {1, 2}}

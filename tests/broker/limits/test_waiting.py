@@ -135,25 +135,6 @@ def test_messages_that_wait_for_their_key_use_no_tokens_and_no_threads(bench: Co
     eventually(lambda: process.step() == [] and bench.rows("SELECT 1 FROM outbox.slot_demand WHERE wanted = 1"))
 
 
-def test_a_denied_key_sleeps_until_the_next_token(bench: ConsumptionBench) -> None:
-    first, second = (Process(bench, Limits(per_key=1, rate="2/min", burst=2)) for _ in range(2))
-    first.offer("a")
-    [call] = eventually(first.step)
-    second.offer("a", "b")
-    # The key `a` is denied, and `b` has used the last token.
-    [other] = eventually(second.step)
-    assert other.items[0].key == "b"
-    first.settle(call)
-    second.offer("c")
-
-    def is_past() -> bool:
-        assert second.step() == []
-        return second.runner.lane.next_at() is None
-
-    eventually(is_past)
-    assert second.sleeps
-
-
 def test_tokens_of_a_batch_are_taken_although_no_message_waits(bench: ConsumptionBench) -> None:
     process = Process(bench, Limits(rate="10/s"), batch=50, mode=Mode.CONCURRENT)
     process.offer(*[""] * 50)
@@ -308,21 +289,3 @@ def test_slots_of_keys_stay_for_the_next_messages_and_go_to_a_process_that_waits
 
     [call] = eventually(handed_over)
     assert call.items[0].key == "b"
-
-
-def test_no_more_than_some_slots_of_keys_are_kept(bench: ConsumptionBench) -> None:
-    process = Process(bench, Limits(per_key=1), threads=400)
-    names = [f"k{n}" for n in range(2_500)]
-    process.offer(*names)
-    left = set(names)
-
-    def all_settled() -> bool:
-        for call in process.step():
-            left.discard(call.items[0].key)
-            process.settle(call)
-        return not left
-
-    eventually(all_settled, within_seconds=60)
-    eventually(
-        lambda: not process.step() and bench.rows("SELECT count(*) BETWEEN 1 AND 1000 FROM outbox.slot") == [(True,)]
-    )

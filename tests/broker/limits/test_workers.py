@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from psycopg.types.json import Jsonb
 
 from tests.broker.bench import ROOT, ConsumptionBench, keyed
 from tests.broker.limits.limited_process import TABLE
@@ -83,15 +82,6 @@ def test_running_is_exact_through_a_kill(orders: ConsumptionBench, spawn: Spawn)
     eventually(lambda: slots_held(orders) == 0)
 
 
-def test_fewer_slots_than_processes_go_round(orders: ConsumptionBench, spawn: Spawn) -> None:
-    for n in range(2):
-        spawn(f"p{n}", limits={"running": 1}, seconds=0.05)
-    orders.wait_for_shares(3, 3)
-    orders.publish(keyed("orders", 600, 60))
-    eventually(lambda: orders.rows("SELECT count(DISTINCT name) FROM span") == [(2,)], within_seconds=30)
-    assert orders.rows(MOST) == [(1,)]
-
-
 @pytest.mark.slow
 def test_a_key_is_exact_with_retries_in_other_processes(orders: ConsumptionBench, spawn: Spawn) -> None:
     """The retry queue of the topic belongs to one process, and the queues of most keys to others."""
@@ -145,21 +135,6 @@ def test_a_frozen_process_overlaps_at_most_once(orders: ConsumptionBench, spawn:
     assert orders.rows(overlapping, resumed_at)[0][0] <= 2
     later = _MOST.format(partition="").replace("FROM span\n)", "FROM span WHERE began > %s\n)", 1)
     assert orders.rows(later, resumed_at)[0][0] <= 2
-
-
-def test_a_change_takes_effect_without_a_restart(orders: ConsumptionBench, spawn: Spawn) -> None:
-    spawn("p", limits={"running": 6}, seconds=0.02)
-    orders.wait_for_shares(6)
-    orders.publish(keyed("orders", 1_000, 60))
-    eventually(lambda: orders.rows(MOST) == [(6,)], within_seconds=30)
-    orders.connection.execute("UPDATE outbox.subscription_limit SET override = %s", [Jsonb({"running": 1})])
-    eventually(lambda: slots_held(orders) == 1)
-    [(changed_at,)] = orders.rows("SELECT clock_timestamp()")
-    eventually(lambda: orders.rows("SELECT count(*) FROM span WHERE began > %s", changed_at)[0][0] >= 20)
-    later = MOST.replace("FROM span\n)", "FROM span WHERE began > %s\n)", 1)
-    assert orders.rows(later, changed_at) == [(1,)]
-    orders.connection.execute("UPDATE outbox.subscription_limit SET override = NULL")
-    eventually(lambda: slots_held(orders) == 6)
 
 
 # -- the limit `rate`, measured with the clock of the database ----------------------------------------------

@@ -29,7 +29,7 @@ HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='wind
 PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
-    *("schedules/"),
+    "schedules/",
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
 
