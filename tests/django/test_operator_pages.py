@@ -107,8 +107,8 @@ def accepts_no_input(name: str, words: list[str]) -> bool:
 def test_the_sql_of_a_page(page: str, code: str, outbox_settings: Callable[..., None]) -> None:
     with new_world(outbox_settings) as world:
         for statement in filter(str.strip, code.split(";\n")):
-            # The tables outbox_… are the application's, those of the schema outbox the broker's.
-            if "outbox_" in statement:
+            # The tables outbox_… and shop_… are the application's, those of the schema outbox the broker's.
+            if "outbox_" in statement or "shop_" in statement:
                 execute(statement)
             else:
                 world.sql(statement)
