@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -46,21 +46,18 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
     ConfigurationError, and Django's DatabaseError if the application's database does not answer.
     """
     now = now or timezone.now()
-    changes = _stored(_seen(), now)
-    for change in changes:
-        _report(change)
+    try:
+        with asking() as run:
+            seen = survey_project(run).verdict
+    except BrokerError as error:
+        seen = unusable(error)
+    changes = _stored(seen, now)
+    for row, held in changes:
+        _report(row, held)
     return {"changes": len(changes)}
 
 
 # -- what holds ------------------------------------------------------------------------------------
-
-
-def _seen() -> ConditionReport:
-    try:
-        with asking() as run:
-            return survey_project(run).verdict
-    except BrokerError as error:
-        return unusable(error)
 
 
 def by_subject(conditions: Iterable[Condition]) -> tuple[dict[_Key, Condition], set[str]]:
@@ -96,12 +93,8 @@ def _subject(fact: Fact, own: Sequence[str]) -> str:
 # -- changes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A row that was raised, has another severity, or was cleared. `held` is None if it was cleared."""
-
-    row: RaisedCondition
-    held: Condition | None
+# A row that was raised, has another severity, or was cleared, and the condition; None if it was cleared.
+Change = tuple[RaisedCondition, Condition | None]
 
 
 def _stored(seen: ConditionReport, now: datetime) -> list[Change]:
@@ -119,26 +112,29 @@ def _stored(seen: ConditionReport, now: datetime) -> list[Change]:
                 values = {"severity": held.severity, "raised_at": now, "seen_at": now}
                 row, is_new = rows.get_or_create(name=name, subject=subject, defaults=values)
                 # Another process may have stored the new row meanwhile.
-                changes += [Change(row, held)] if is_new else []
+                changes += [(row, held)] if is_new else []
             elif held.severity != row.severity:
                 row.severity = held.severity
                 row.save(using=alias, update_fields=["severity"])
-                changes.append(Change(row, held))
+                changes.append((row, held))
         rows.filter(pk__in=[row.pk for key, row in known.items() if key in held_now]).update(seen_at=now)
         if seen.is_complete:
             before = now - timedelta(seconds=CLEAR_SECONDS)
             absent = [row for key, row in known.items() if key not in held_now and row.name not in unsure]
             gone = sorted((row for row in absent if row.seen_at <= before), key=lambda row: (row.name, row.subject))
             rows.filter(pk__in=[row.pk for row in gone]).delete()
-            changes += [Change(row, None) for row in gone]
+            changes += [(row, None) for row in gone]
     return changes
 
 
-def _report(change: Change) -> None:
-    row, held = change.row, change.held
+def _report(row: RaisedCondition, held: Condition | None) -> None:
     severity = Severity(row.severity) if held else Severity.OK
     text, next_step = (held.text, held.next_step) if held else ("", "")
-    _log(severity, row, text, next_step)
+    of = f" ({row.subject})" if row.subject else ""
+    if held:
+        logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)
+    else:
+        logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)
     signals.send(
         "condition_changed",
         name=row.name,
@@ -148,11 +144,3 @@ def _report(change: Change) -> None:
         next_step=next_step,
         since=row.raised_at,
     )
-
-
-def _log(severity: Severity, row: RaisedCondition, text: str, next_step: str) -> None:
-    of = f" ({row.subject})" if row.subject else ""
-    if severity is Severity.OK:
-        logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)
-    else:
-        logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)

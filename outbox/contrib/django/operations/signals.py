@@ -1,8 +1,7 @@
 """Django signals about the work of outbox, and the thread that sends them.
 
-All signals of a process are sent one after the other on one thread, `outbox-signals`. So a receiver that hangs delays
-only the receivers after it, never a handler, a fetch or a pass. Django logs the error of a receiver. The sender of each
-signal is None. If more than MOST_WAITING signals wait, the process drops further signals and logs each of them. With
+One thread sends all signals of a process, so a receiver that hangs delays only the receivers after it, never a handler,
+a fetch or a pass. If more than MOST_WAITING signals wait, the process drops and logs further ones. With
 OUTBOX['IN_MEMORY'] the calling thread sends the signal, so that a test sees the effect at once.
 
 A signal is sent at most once: a process that dies between an event and its signal loses the signal.
@@ -79,7 +78,7 @@ class _SendingThread:
             try:
                 # Django renews the connections of a thread only at the start of a request.
                 close_old_connections()
-                _send_now(one)
+                one[1].send_robust(sender=None, **one[2])
                 close_old_connections()
             except Exception as error:
                 logger.error("the receivers of the signal %s could not be called", one[0], exc_info=printable(error))
@@ -90,18 +89,13 @@ class _SendingThread:
 _thread = _SendingThread()
 
 
-def _send_now(one: _Waiting) -> None:
-    _, signal, arguments = one
-    signal.send_robust(sender=None, **arguments)
-
-
 def send(signal_name: str, /, **arguments: Any) -> None:
     """Send the signal of this module with this name. Without receivers, do nothing. Never raises, never waits."""
     signal: Signal = globals()[signal_name]
     if not signal.has_listeners(None):
         return
     if get_settings().in_memory:
-        _send_now((signal_name, signal, arguments))
+        signal.send_robust(sender=None, **arguments)
     else:
         _thread.put((signal_name, signal, arguments))
 

@@ -64,8 +64,7 @@ def refuse_unknown_thresholds(thresholds: Thresholds) -> None:
 
 
 def _of_application(state: BrokerState) -> Iterator[Condition]:
-    # Django renews the connections of a thread only at the start of a request. A command that looks again and again
-    # would keep a connection that a restart of the server has closed.
+    # Otherwise a command that looks again and again would keep a connection that a restart of the server has closed.
     for connection in connections.all(initialized_only=True):
         if connection.errors_occurred:
             connection.close_if_unusable_or_obsolete()
@@ -73,7 +72,6 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
         try:
             yield from one.evaluate(state)
         except Error as error:
-            # Without a report, an operator would think that the condition does not hold.
             logger.warning(
                 "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
             )
@@ -84,8 +82,7 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
 class BrokerView:
     """The conditions that hold, and an overview of the broker with the summary of which it is made.
 
-    `overview` and `summary` are None if the broker does not answer. If another module observes the engine, `server` has
-    its figures, and both are None.
+    Both are None if the broker does not answer, and if another module observes the engine: then `server` has figures.
     """
 
     verdict: ConditionReport
@@ -100,10 +97,7 @@ class BrokerView:
 
 
 def look() -> BrokerView:
-    """Read the conditions and the overview once.
-
-    If the broker is unreachable, a condition says so. Raises ConfigurationError.
-    """
+    """Read the conditions and the overview. Raises ConfigurationError."""
     if (observer := known_conditions.observer()) is not None:
         verdict, server = observer.look()
         return BrokerView(verdict, None, server)
@@ -120,10 +114,7 @@ def look() -> BrokerView:
 
 
 def probe() -> ConditionReport:
-    """Evaluate the few rules for load balancers.
-
-    If the broker is unreachable, a condition says so. Raises ConfigurationError.
-    """
+    """Evaluate the few rules for load balancers. Raises ConfigurationError."""
     if (observer := known_conditions.observer()) is not None:
         return observer.probe()
     try:
@@ -141,10 +132,7 @@ AUDIT_SECONDS: Final = 23 * 3600.0
 
 
 def run_audit() -> dict[str, Any]:
-    """Run the audit: count all messages, check the equations of the counts, and store the result.
-
-    Raises BrokerError or ConfigurationError.
-    """
+    """Count all messages, check the equations of the counts, and store the result."""
     return dataclasses.asdict(on_broker(audit.run_once))
 
 
