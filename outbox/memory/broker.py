@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -32,10 +32,7 @@ from outbox.transaction import (
 
 
 class InMemoryBroker:
-    """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread.
-
-    `clock` returns the time (default: the real time). `advance` adds seconds to the time that `clock` returns.
-    """
+    """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread."""
 
     def __init__(
         self,
@@ -45,11 +42,10 @@ class InMemoryBroker:
         codecs: Codecs | None = None,
         invoker: Invoker = call_handler,
         check: CheckSettings | None = None,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.incidents: list[str] = []
         self._epochs: Counter[tuple[str, str]] = Counter()
-        self._clock = clock
+
         self._advanced = timedelta()
         self._log = Log(topics, auto_create_topics=auto_create_topics, now=self.now)
         self._check = check or CheckSettings()
@@ -58,14 +54,13 @@ class InMemoryBroker:
     def copy(self) -> InMemoryBroker:
         """Return a broker with the same messages, subscribers and positions, which goes its own way from now on."""
         with self._log.lock:
-            shared = [self._clock, *self._log.immutable(), *self.groups.immutable()]
+            shared = [*self._log.immutable(), *self.groups.immutable()]
             return copy.deepcopy(self, {id(one): one for one in shared})
 
     # -- time -----------------------------------------------------------------------------------
 
     def now(self) -> datetime:
-        """Return the broker's time."""
-        return self._clock() + self._advanced
+        return datetime.now(UTC) + self._advanced
 
     def advance(self, seconds: float) -> None:
         """Add seconds to the broker's time."""
@@ -107,8 +102,8 @@ class InMemoryBroker:
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         with self._log.lock:
-            epoch = self._epochs[producer_group, transactional_id] + 1
-            self._epochs[producer_group, transactional_id] = epoch
+            self._epochs[producer_group, transactional_id] += 1
+            epoch = self._epochs[producer_group, transactional_id]
             return ProducerEpoch(producer_group=producer_group, transactional_id=transactional_id, epoch=epoch)
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
@@ -209,9 +204,10 @@ class InMemoryBroker:
             return [one for one in self.recall(sorted(wanted)) if one.status is RecallStatus.RECALLED]
 
     def _recall(self, message_id: UUID) -> Recall:
-        message = self._log.find_message(message_id)
-        if message is None:
+        entry = self._log.entry(message_id)
+        if entry is None:
             return Recall(message_id=message_id, status=RecallStatus.UNKNOWN)
+        message = entry.message
         groups = self.groups.recall(message_id)
         status = RecallStatus.RECALLED if groups else self._log.recall(message_id)
         return Recall(message_id=message_id, status=status, topic=message.topic, key=message.key, groups=groups)
@@ -256,7 +252,7 @@ class InMemoryBroker:
     # -- queries ------------------------------------------------------------------------------------
 
     def undecided(self) -> list[UUID]:
-        """Return the ids of the undecided transactions, oldest first."""
+        """The ids of the undecided transactions, oldest first."""
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
@@ -278,10 +274,7 @@ class InMemoryBroker:
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 
     def drain(self) -> int:
-        """Run handlers until no message can be delivered now. Return the number of handled deliveries.
-
-        A failed message waits for its retry delay. Call `advance` to end the delay.
-        """
+        """Run handlers until no message can be delivered now. Return the number of handled deliveries."""
         return self.groups.drain()
 
 
