@@ -1,8 +1,6 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
-A card has the texts of its condition, as the command and the alert have. It offers only declared actions, so each one
-shows a plan, asks for a reason and leaves an audit entry. Conditions whose remedy is outside of the broker have no
-button.
+A card offers only declared actions, so each one shows a plan, asks for a reason and leaves an audit entry.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from urllib.parse import urlencode
 
 from django.urls import reverse
 
+from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import (
     NO_LIST,
     OF_GROUP,
@@ -35,39 +34,6 @@ Catalogue = Mapping[str, DeclaredCondition[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceItem:
-    """One fact of a condition's evidence, with a link to a page."""
-
-    name: str
-    value: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The facts of one group, queue, message or session, and the actions on it.
-
-    `url` and `link`: the part of a page that settles it, such as a form.
-    """
-
-    items: Sequence[EvidenceItem]
-    remedies: Sequence[Button]
-    url: str = ""
-    link: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionCard:
-    """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages."""
-
-    condition: Condition
-    severity: str
-    evidence: Sequence[Evidence]
-    url: str
-    link: str
-
-
-@dataclass(frozen=True, slots=True)
 class Tile:
     """One figure with a link to its list. `tone`: ok, unknown, warning or critical."""
 
@@ -78,10 +44,11 @@ class Tile:
     tone: str
 
 
-def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[ConditionCard]:
+def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[Row]:
     """The cards of the conditions, the worst first. With `group`, only evidence about this consumer group.
 
-    Among those of one severity, a condition that may be a symptom comes last.
+    Among those of one severity, a condition that may be a symptom comes last. `url` and `link`: the list with all that
+    the condition is about; of one of its `evidence`, the part of a page that settles it, such as a form.
     """
     declared = catalogue()
     found = []
@@ -96,7 +63,7 @@ def _shown(declared: Catalogue, name: str) -> Shown:
     return declared[name].shown if name in declared else NO_LIST
 
 
-def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> ConditionCard:
+def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> Row:
     shown = _shown(declared, condition.name)
     url, link = _link(shown.listed, {})
     # Several facts may have the same remedy, for example the stopped queues of one group.
@@ -105,8 +72,9 @@ def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, c
     for fact in facts:
         remedies = [remedy for remedy in _remedies(shown, fact) if remedy not in offered]
         offered += remedies
-        evidence.append(Evidence(list(_items(fact, declared)), remedies, *_link(_settled(shown, fact, declared), fact)))
-    return ConditionCard(
+        settled, label = _link(_settled(shown, fact, declared), fact)
+        evidence.append(Row(items=list(_items(fact, declared)), remedies=remedies, url=settled, link=label))
+    return Row(
         condition=replace(condition, evidence=facts, count=count),
         severity=condition.severity.name.lower(),
         evidence=evidence,
@@ -144,13 +112,13 @@ def _remedies(shown: Shown, fact: Fact) -> Iterator[Button]:
             yield Button(one.label.format(**given), one.tone, given, one.action)
 
 
-def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
+def _items(fact: Fact, declared: Catalogue) -> Iterator[Row]:
     for name, value in fact.items():
         if value in (None, ""):
             continue
         shown = duration(value) if name.endswith("seconds") and isinstance(value, (int, float)) else readable(value)
         label = "time" if name == "seconds" else words(name.removesuffix("_seconds"))
-        yield EvidenceItem(label, shown, _url(name, str(value), fact, declared))
+        yield Row(name=label, value=shown, url=_url(name, str(value), fact, declared))
 
 
 def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
@@ -172,10 +140,7 @@ def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
 
 
 def aged(tile: Tile, broker: Overview) -> Tile:
-    """The tile of a counted figure. A figure from before the present leader says so, and does not look good.
-
-    A zero has no colour, also if a condition such as a pause is about the figure.
-    """
+    """The tile of a counted figure. A figure from before the present leader says so; a zero has no colour."""
     if broker.is_current:
         return replace(tile, tone="ok") if tile.value == 0 else tile
     why = "before the present leader" if broker.leader else "and no process leads"
@@ -186,7 +151,5 @@ def aged(tile: Tile, broker: Overview) -> Tile:
 def tone_of(conditions: Iterable[Condition], figure: str) -> str:
     """The worst severity of the conditions that colour a figure of the overview: ok, warning or critical."""
     declared = catalogue()
-    worst = max(
-        (one.severity for one in conditions if _shown(declared, one.name).figure == figure), default=Severity.OK
-    )
-    return worst.name.lower()
+    coloured = (one.severity for one in conditions if _shown(declared, one.name).figure == figure)
+    return max(coloured, default=Severity.OK).name.lower()
