@@ -83,6 +83,6 @@ class BackgroundLoop:
     def _is_ended_after(self, pause: float | None) -> bool:
         """Wait for `pause`, `wake` or `stop`, and return whether the loop has ended."""
         self._woken.wait(pause)
-
+        # `stop` sets `_ended` first, so a call of `stop` during this line is seen by the next line or the next wait.
         self._woken.clear()
         return self._ended.is_set()

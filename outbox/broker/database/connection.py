@@ -85,8 +85,11 @@ _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalive
 class BrokerConnection(psycopg.Connection[TupleRow]):
     """A connection on which the caller can set one deadline for several statements.
 
-    The client enforces it, so a frozen server or a broken network cannot make a caller wait longer. `is_direct`: the
-    session lasts as long as the connection, because there is no pooler.
+    The client enforces it, so a frozen server or a broken network cannot make a caller wait longer. It is not a setting
+    on the server, because a connection pooler would pass such a setting on to other clients.
+
+    `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
+    session, so the connection prepares no statement, does not LISTEN and sets nothing for its session.
     """
 
     deadline: float | None = None
@@ -98,7 +101,8 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
         """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic).
 
         With `cancel`, the client first asks the server to cancel the statement, which then raises psycopg's
-        QueryCanceled. Without it, the server may continue to wait for the statement's lock.
+        QueryCanceled. If the server has not answered one second after this request, the connection is closed. Without
+        `cancel`, the server may continue to wait for the statement's lock.
         """
         self.deadline, self._cancels = deadline, cancel and psycopg.capabilities.has_cancel_safe()
         try:
@@ -156,7 +160,8 @@ class BrokerDatabase:
     """A broker: the libpq connection string of its database and the schema of its tables.
 
     `listen_conninfo` is a direct connection for LISTEN and for the broker process, if `conninfo` goes through a pooler
-    in transaction mode. If it is an empty string, every connection goes through a pooler, and every process polls.
+    in transaction mode. If it is None, `conninfo` is used for LISTEN, too. If it is an empty string, every connection
+    goes through a pooler, LISTEN is off and every process polls.
     """
 
     conninfo: str
@@ -190,7 +195,7 @@ class BrokerDatabase:
     ) -> psycopg.Connection[TupleRow]:
         """Open an autocommit connection, within `timeout_seconds` per host (at least 2, libpq's minimum).
 
-        The client notices a dead network within 15 s. Raises BrokerUnavailable.
+        Statements on it have no deadline. The client notices a dead network within 15 s. Raises BrokerUnavailable.
         """
         return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
@@ -227,10 +232,12 @@ class BrokerDatabase:
 def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
     """Whether the connection reaches the server without a pooler. A pooler reports an invented process id.
 
-    It also accepts clients while its server is down. Raises BrokerUnavailable.
+    A pooler accepts clients while its server is down, so this also shows whether the server answers. Raises
+    BrokerUnavailable.
     """
     try:
-        # A pooler connects to its server only when it gets the first statement.
+        # A pooler connects to its server only when it gets the first statement. So wait at least as long as libpq waits
+        # for a connection.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:

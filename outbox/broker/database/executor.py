@@ -95,7 +95,10 @@ class Row(SimpleNamespace):
 
 
 class Executor:
-    """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory."""
+    """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory.
+
+    The server binds the parameters, and returns the results in binary form. It is as thread-safe as its connection.
+    """
 
     __slots__ = ("connection", "schema")
 

@@ -41,15 +41,16 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# If a server has left so many requests unfinished, it is stuck.
+# At most this many requests are queued, which take some megabytes. A server that leaves so many unfinished is stuck.
 MAX_QUEUED: Final = 10_000
 # A socket has room for about 270 unread answers. With more unread answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# A sender waits so long for a slow server, and then again only if new answers have arrived.
+# A sender waits this many seconds for a slow server, and then again only if new answers have arrived.
 _CATCH_UP_SECONDS: Final = 0.1
-# If the connection breaks before the answer, the request is sent a second time.
+# A request is sent at most this many times: a second time if the connection breaks before the answer.
 _MAX_SENT: Final = 2
-# If a connection takes longer, the caller continues, and the next request waits for the connection again.
+# A new connection takes some milliseconds. If it takes longer than this, the caller continues, and the next request
+# waits for it again. Without this limit, a call that publishes would wait for a slow server.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -103,8 +104,9 @@ class OneWay:
     def send(self, *requests: Request) -> None:
         """Write the requests in this order and return at once. No error of the server or the network is raised.
 
-        It waits for a moment if the server hangs while this process connects, or if a hundred requests have no answer
-        yet. The next call writes the requests that are still queued.
+        It waits up to 1 s if the server hangs while this process connects (the next attempt follows some seconds
+        later), and 0.1 s once if a hundred requests have no answer yet. The next call writes the requests that are
+        still queued.
         """
         if self._pid != os.getpid():
             self._notice_fork()

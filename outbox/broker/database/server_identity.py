@@ -22,12 +22,17 @@ from outbox.errors import BrokerUnavailable
 
 
 class ServerIdentity(NamedTuple):
-    """A database, and the start time of its server (seconds since 1970, as text)."""
+    """A database, and the start time of its server (seconds since 1970, as text).
+
+    Two servers have different identities. After a restart, a server has a new identity.
+    """
 
     started_at: str
     database: str
 
 
+# The statement returns seconds since 1970. A number of seconds does not depend on the session's time zone, or on the
+# loader that the application uses for timestamps.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock($1::bigint),

@@ -8,8 +8,9 @@ stored under an older epoch never counts.
   term, so a queue keeps its owner during a long handler call.
 - Trust: if a renewal succeeds, the owner relies on its lease for `lease_seconds` from the time *before* it sent the
   renewal, by a monotonic clock that also counts while the machine sleeps. In the database, the lease never ends before.
-- Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers. A handler that ran when
-  the lease expired takes no second effect: the inbox stores only one row per message, and an invoker calls
+- Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers; after a freeze, it finds
+  its lease expired as soon as it runs again. Handlers that were running when the lease expired may still take effect.
+  Two checks prevent that a message takes effect twice: the inbox stores only one row per message, and an invoker calls
   `outbox.utils.fence.check` before it commits.
 """
 
@@ -75,7 +76,8 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Those of the given leases that the owner still holds. All statements lock the rows in the same order.
+# Those of the given leases that the owner still holds. All statements lock the rows in the same order, so that no two
+# can deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
@@ -111,7 +113,7 @@ _RELEASE = Statement(
 
 
 def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
-    """Release leases, so that other processes can acquire them at once."""
+    """Release leases, so that other processes can acquire them at once. The epoch stays; the next owner raises it."""
     return run.count(_RELEASE, _named(owner, held))
 
 

@@ -14,9 +14,11 @@ See decision 145.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 _LASTING = Statement("SELECT {schema}.present_life()")
@@ -32,12 +34,26 @@ def current(run: Executor) -> UUID:
     return life
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life of the broker.
+
+    `began_at`: the time at which the life began. `stored_until`: the time at which the last message before this life
+    was stored; None if there was no message.
+    """
+
+    life_id: UUID
+    began_at: datetime
+    stored_until: datetime | None
+
+
 _LIFE = Statement("SELECT life_id, began_at, stored_until FROM {schema}.life WHERE life_id = %(life)s")
 
 
-def described(run: Executor) -> Row:
-    """Like `current`, but return its `life_id`, `began_at`, and when the last message before it was stored, or None."""
-    return run.objects(Row, _LIFE, {"life": current(run)})[0]
+def described(run: Executor) -> Life:
+    """Return the present life. If no process has begun the present life yet, begin this life now."""
+    [life] = run.objects(Life, _LIFE, {"life": current(run)})
+    return life
 
 
 _HEADS_SINCE = Statement("""
@@ -49,7 +65,8 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
     """For each life after `life`, return the heads of the queues at its beginning, by queue id; 0 for a missing queue.
 
-    For an unknown `life`, it returns the heads of all: too many heads only make a process read messages again.
+    For an unknown `life`, it returns the heads of all: too many heads only make a process read messages again, but a
+    missing one could make it skip messages.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

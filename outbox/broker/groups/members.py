@@ -114,7 +114,7 @@ def heartbeat(
 ) -> None:
     """Let the memberships of this instance expire `term_seconds` from now, and store its running calls for operators.
 
-    `topics`: those to which this instance subscribes, by group id.
+    `topics`: those to which this instance subscribes, by group id. `draining`: the process takes no more messages.
     """
     parameters = {
         "instance": instance,
@@ -152,7 +152,10 @@ DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s
 
 
 def leave_groups(run: Executor, instance: UUID) -> None:
-    """Remove this instance and its outages, so that the other members acquire its queues at once."""
+    """Remove this instance and its outages, so that the other members acquire its queues at once.
+
+    Also removes the outages that no instance has updated for a day.
+    """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     for rows in hooks.subscription_rows.values():
         hooks.resolved(rows.process_ended)(run, instance)
@@ -181,7 +184,9 @@ WHERE host = %(host)s AND process <> '' AND expires_at > clock_timestamp()
 def release_the_ended(run: Executor) -> None:
     """Let the ended processes of this machine leave their groups, when another one starts.
 
-    After `kill -9` of a whole worker, no supervisor is left that would release their leases.
+    After `kill -9` of a whole worker, no supervisor is left that would release their leases, and their queues would
+    stand still until the leases expire. Their messages go into quarantine only if a supervisor has seen the process
+    die: this function does not know why a process has ended.
     """
     for instance, pid, process in run.rows(_OF_THIS_MACHINE, {"host": socket.gethostname()}):
         if has_ended(process):
@@ -210,7 +215,10 @@ def report_outage(
     seconds_ago: float = 0.0,
     pause_seconds: float = 0.0,
 ) -> None:
-    """Record that a subscription of this instance pauses, since its first failure, or a call has failed again."""
+    """Record that a subscription of this instance pauses, or that a call after a pause has failed again.
+
+    `seconds_ago`: the time since the first failure. `pause_seconds`: the time until the next call.
+    """
     place = {"instance": instance, "group_id": group_id, "topic_id": topic_id}
     run.execute(_REPORT_OUTAGE, {**place, "error": error, "ago": seconds_ago, "pause": pause_seconds})
 

@@ -122,7 +122,8 @@ _BIGINTS_OF_ONE: Final = ("epoch", "ordinal", *_COLUMNS)
 _TYPES: Final = {**dict.fromkeys(("group_ids", "queue_ids"), INTEGERS), **dict.fromkeys(_BIGINTS_OF, BIGINTS)}
 
 # If a crash of the server loses the newest offsets, some handled messages are delivered again, as after a crash of the
-# consumer. So the commit does not wait for the disk.
+# consumer. The crash loses no other data of this transaction, so the commit does not wait for the disk. set_config(…,
+# true) changes the setting only until the end of the transaction.
 _RELAXED = (
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT

@@ -2,13 +2,16 @@
 
 A group handles each quarantined message alone, and then removes the message from quarantine or gives it up.
 
-When a process dies, its parent puts the messages of the running calls into quarantine. A group handles one such message
-at a time. Before the attempt, the process commits a note; if the handler returns or raises, it removes the message from
-quarantine. If the process dies, one death is counted, and after the third one the message becomes a dead letter.
+When a process dies, its parent puts the messages of the running calls into quarantine (table `quarantined_message`),
+because one of them may be a poison message. A process handles a quarantined message alone, and a group handles one such
+message at a time. Before the attempt, the process commits a note; if the handler returns or raises, it removes the
+message from quarantine. If a process dies while it handles only this message, one death is counted against it, and
+after the third one the message becomes a dead letter.
 
 If a whole host fails, no parent records the death, but the note shows that an instance has vanished during an attempt.
 Vanished instances count as deaths if they were on at least two hosts. An instance that was only frozen or cut off
-deletes the record when it continues.
+deletes the record when it continues. The group gives up an innocent message only if its process is killed from outside
+in each of three attempts; an operator can replay it from the dead letters.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3
-# The wait while another instance handles a quarantined message of the group.
+# The wait (seconds) while another instance handles a quarantined message of the group.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# The wait (seconds) before the next attempt: after 0, 1, 2, 3, … deaths 0, 1, 4, 16, …, at most ten minutes.
+# The wait (seconds) before the next attempt: after 0, 1, 2, 3, … deaths and vanished instances 0, 1, 4, 16, …, at
+# most ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -119,7 +123,8 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
 # This lock allows only one attempt at a time in a group: an instance that wants to begin an attempt waits for this row.
 _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
 
-# If an instance vanishes while it tries several messages, its end proves nothing about any of them.
+# If an instance vanishes while it tries several messages, or while other calls run, its end proves nothing about any
+# single message.
 _NOTE_VANISHED = Statement(f"""
 WITH gone AS (
     SELECT s.group_id, s.log_id, s.tried_by, s.tried_on,
@@ -236,5 +241,8 @@ _FORGET = Statement("DELETE FROM {schema}.quarantined_message WHERE seen_at < cl
 
 
 def forget_the_old(run: Executor) -> None:
-    """Delete the quarantined messages that no instance has handled for a week, as after a reset."""
+    """Delete the quarantined messages that no instance has handled for a week.
+
+    A reset has skipped them, retention has removed them, or their group does not run.
+    """
     run.execute(_FORGET)

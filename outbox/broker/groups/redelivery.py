@@ -5,8 +5,9 @@ A message leaves its queue if it is claimed, or if it is of a version that only 
 So that the queue's offset need not wait for the handler of a claim, the consumer marks the message as finished in its
 queue (sent back), and schedules it for the retry queue of its group, due at the end of the claim's term. While the
 handler runs, the consumer moves the due time. When it has returned, the row is due at once, and the inbox row makes the
-redelivery a duplicate. If the leader has queued the message meanwhile, no row is found, so each statement takes effect
-at most once. See decision 203.
+redelivery a duplicate. The column `claimed` says that the row waits for the end of a claim, and not for another
+attempt; a recall does not take such a row. If the leader has queued the message meanwhile, no row is found, and the
+next consumer decides about it, so each statement takes effect at most once. See decision 203.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ WHERE log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(atte
 
 
 def postpone(run: Executor, redelivery: Redelivery, *, seconds: float, is_claimed: bool) -> bool:
-    """Deliver the message `seconds` from now. Return False if it does not wait for its redelivery any more."""
+    """Deliver the message `seconds` from now. `is_claimed`: whether the handler of the message still runs.
+
+    Return False if the message does not wait for its redelivery any more.
+    """
     return run.count(_POSTPONE, {"seconds": seconds, "is_claimed": is_claimed, **asdict(redelivery)}) > 0
 
 

@@ -62,7 +62,7 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
 
     `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic, InconsistentSubscription if another live
     instance of the group uses another mode or filter for the topic, and InvalidSubscription if the group is stored with
-    another value of `broadcast`.
+    another value of `broadcast`. If no other live instance uses the stored mode and filter, the new ones replace them.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -132,7 +132,7 @@ def unknown_group(group: str) -> UnknownGroup:
     )
 
 
-# Only one process at a time makes queues of a group or registers with it.
+# Only one process at a time makes queues of a group or registers with it; the others wait for the lock on this row.
 _GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)
