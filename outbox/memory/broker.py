@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -32,7 +32,10 @@ from outbox.transaction import (
 
 
 class InMemoryBroker:
-    """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread."""
+    """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread.
+
+    `clock` returns the time (default: the real time). `advance` adds seconds to the time that `clock` returns.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,11 @@ class InMemoryBroker:
         codecs: Codecs | None = None,
         invoker: Invoker = call_handler,
         check: CheckSettings | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.incidents: list[str] = []
         self._epochs: Counter[tuple[str, str]] = Counter()
-
+        self._clock = clock
         self._advanced = timedelta()
         self._log = Log(topics, auto_create_topics=auto_create_topics, now=self.now)
         self._check = check or CheckSettings()
@@ -54,13 +58,14 @@ class InMemoryBroker:
     def copy(self) -> InMemoryBroker:
         """Return a broker with the same messages, subscribers and positions, which goes its own way from now on."""
         with self._log.lock:
-            shared = [*self._log.immutable(), *self.groups.immutable()]
+            shared = [self._clock, *self._log.immutable(), *self.groups.immutable()]
             return copy.deepcopy(self, {id(one): one for one in shared})
 
     # -- time -----------------------------------------------------------------------------------
 
     def now(self) -> datetime:
-        return datetime.now(UTC) + self._advanced
+        """Return the broker's time."""
+        return self._clock() + self._advanced
 
     def advance(self, seconds: float) -> None:
         """Add seconds to the broker's time."""
@@ -274,7 +279,10 @@ class InMemoryBroker:
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 
     def drain(self) -> int:
-        """Run handlers until no message can be delivered now. Return the number of handled deliveries."""
+        """Run handlers until no message can be delivered now. Return the number of handled deliveries.
+
+        A failed message waits for its retry delay. Call `advance` to end the delay.
+        """
         return self.groups.drain()
 
 

@@ -127,8 +127,9 @@ class ConsumerGroups:
     def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
         """Run the handlers of all or of these pairs of group and topic, and return the number of handled deliveries."""
         handled = 0
-        while round_handled := sum(self._drain_one(one) for one in self._consumers if only is None or one.key in only):
-            handled += round_handled
+        # A handler may subscribe another one.
+        while drained := sum(self._drain_one(one) for one in list(self._consumers) if only is None or one.key in only):
+            handled += drained
         return handled
 
     def _drain_one(self, consumer: _Consumer) -> int:

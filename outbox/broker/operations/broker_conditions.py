@@ -173,7 +173,7 @@ def part_missing(state: BrokerState) -> Iterator[Judged]:
         yield Severity.CRITICAL, {"part": part}
 
 
-# The age of the oldest decision that the last tick could not see.
+# The age of the oldest decision (that of the lowest transaction id) that the last tick could not see.
 _UNREAD: Final = Statement("""
 SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
 FROM (
@@ -443,7 +443,8 @@ def _fact(one: DatabaseComparison) -> Fact:
         fact |= {"first": str(one.first_at), "last": str(one.last_at), "ids": ", ".join(map(str, one.ids))}
     if one.unproven_to is not None:
         fact |= {"unknown_from": str(one.unproven_from), "unknown_to": str(one.unproven_to)}
-    if of_inbox and one.first_at is not None:
+    if of_inbox:
+        assert one.first_at is not None
         # 1 ms before the first lost message, so that rounding cannot exclude this message.
         at = (one.first_at - timedelta(milliseconds=1)).isoformat()
         command = f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"
@@ -564,6 +565,7 @@ def parked(state: BrokerState) -> Counted:
     facts = state.facts(_PARKED, limit=EVIDENCE)
     count = max(len(facts), sum(group.parked for group in state.summary.producers))
     if count and not facts:
+        # The oldest two hundred transactions were decided after the summary was counted.
         facts = [{"list": "`outbox_transaction list --parked` lists them"}]
     severity = state.judge(PARKED_MESSAGES, count)
     return Counted([(severity, fact) for fact in facts], count)
@@ -572,7 +574,8 @@ def parked(state: BrokerState) -> Counted:
 # ---------------------------------------------------------------------------------------------------------------------
 # Consumer groups: no consumer, lag, stopped, blocked, failing.
 
-# Without broadcast groups, whose messages do not wait. The time is null if the group has never consumed the topic.
+# Without broadcast groups, which store no positions, so no message waits. A consumer that leaves its group sets the
+# `expires_at` of its leases to the present time. The time is null if the group has never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH known AS (
     SELECT group_id, topic.name, max(expires_at) AS expires_at
@@ -921,7 +924,7 @@ def failing_messages(state: BrokerState) -> Iterator[Judged]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Handlers that kill or hang their process, and subscriptions that pause because of an outage.
 
-
+# A process that dies at least `_DEATHS` times within `_DEATHS_SECONDS` is in a crash loop.
 _DEATHS: Final = 3
 _DEATHS_SECONDS: Final = 600.0
 _CRASH_LOOPS: Final = Statement("""
@@ -1079,7 +1082,8 @@ def pruning_behind(state: BrokerState) -> Iterator[Judged]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The broker's PostgreSQL: old transactions, locks, disk space, and replicas.
 
-# Sessions and prepared transactions that hold back vacuum in this database.
+# Sessions and prepared transactions that hold back vacuum in this database. Without pg_read_all_stats, PostgreSQL shows
+# only the id of another role's session.
 _OPEN: Final = Statement("""
 SELECT 'session ' || pid AS session, application_name AS application, coalesce(state, 'not visible') AS state,
        query_start::text, extract(epoch FROM clock_timestamp() - xact_start)::double precision AS age_seconds

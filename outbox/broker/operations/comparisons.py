@@ -1,4 +1,7 @@
-"""Results of comparing the application's databases with the broker (outbox.contrib.django.operations.comparing)."""
+"""Results of comparing the application's databases with the broker, stored for status and metrics.
+
+The application compares, because only it can reach both databases (outbox.contrib.django.operations.comparing).
+"""
 
 from __future__ import annotations
 
@@ -219,6 +222,23 @@ class MissingTransactions:
 # -- inboxes ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPosition:
+    """A queue of a topic, and a group's position on this queue.
+
+    `floor`: the group has handled no entry before this offset, or retention has removed it.
+    `moved`: the number of entries that resets have skipped, minus the number of entries that resets made the group read
+    again.
+    """
+
+    queue_id: int
+    group_id: int
+    generation: int
+    floor: int
+    next_offset: int
+    moved: int
+
+
 _PASSED = Statement(f"""
 SELECT queue.queue_id, known.group_id, known.generation, greatest(queue.floor, newest.start_offset) AS floor,
        newest.next_offset, newest.moved
@@ -232,21 +252,18 @@ ORDER BY queue.queue_id
 """)
 
 
-def group_positions(run: Executor, group: str, topic: str) -> list[Row]:
-    """Return the positions of a group on the queues of a topic.
-
-    `floor`: the group has handled no entry before it, or retention has removed it.
-    """
-    return run.objects(Row, _PASSED, {"group": group, "topic": topic})
+def group_positions(run: Executor, group: str, topic: str) -> list[GroupPosition]:
+    """Return the queues of a topic on which the group has a position."""
+    return run.objects(GroupPosition, _PASSED, {"group": group, "topic": topic})
 
 
-def read_again_from(run: Executor, queue: Row) -> int:
+def read_again_from(run: Executor, queue: GroupPosition) -> int:
     """Return the lowest known position of the group since its last reset.
 
     The result is the target of the reset, or a later offset if retention has removed the row of the reset.
     """
     since = itertools.takewhile(lambda row: row[1] == queue.moved, positions(run, queue.group_id, queue.queue_id))
-    return int(min([queue.next_offset, *(next_offset for next_offset, _ in since)]))
+    return min([queue.next_offset, *(next_offset for next_offset, _ in since)])
 
 
 # Without messages that may have no effect: they have failed or timed out, or left their queue without a failure (a
@@ -280,10 +297,11 @@ ORDER BY entry.queue_offset
 """)
 
 
-def finished_entries(run: Executor, queue: Row, low: int, high: int, *, keep_seconds: float) -> list[Row]:
+def finished_entries(run: Executor, queue: GroupPosition, low: int, high: int, *, keep_seconds: float) -> list[Row]:
     """Return the messages at offsets from `low` to `high - 1` that the group has finished without any failure.
 
-    Messages older than `keep_seconds` are left out. `tag` and `headers`: what a filter may read.
+    Messages older than `keep_seconds` are left out. A row has the `queue_offset`, `message_id` and `queued_at` of a
+    message, and the values that a filter may read: `tag` and `headers`.
     """
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
     return run.objects(Row, _ENTRIES, values)

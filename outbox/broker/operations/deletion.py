@@ -153,6 +153,7 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
     """Delete a group, or only its subscription to `topic`. Return the loss per topic, in a dry run the expected loss.
 
+    The group's inbox rows stay in the application's database, and a later group of the same name finds these rows.
     Raises UnknownGroup, and UsageError when consumers of the group are alive, or when the group has no subscription to
     `topic`.
     """

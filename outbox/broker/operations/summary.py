@@ -293,7 +293,9 @@ def count(run: Executor) -> Summary:
         groups, rests, producers, topics = (
             [row_type(**row) for row in rows] for row_type, rows in zip(_PARTS.values(), counted, strict=True)
         )
-    return Summary(now, now, time.monotonic() - started, groups, rests, producers, topics, drawn)
+    took = time.monotonic() - started
+    parts: dict[str, Any] = {"groups": groups, "rests": rests, "producers": producers, "topics": topics}
+    return Summary(at=now, now=now, took_seconds=took, drawn=drawn, **parts)
 
 
 @contextmanager
@@ -343,9 +345,9 @@ def stored(run: Executor) -> Summary | None:
         at, took, now, facts = row
         parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
     leader = None
-    if "leader" in facts:
+    if found := facts.get("leader"):
         # A leader of a later version may store further fields.
-        leader = LeadingProcess(**{field.name: facts["leader"][field.name] for field in fields(LeadingProcess)})
+        leader = LeadingProcess(**{field.name: found[field.name] for field in fields(LeadingProcess)})
     return Summary(at=at, now=now, took_seconds=took, stored_age_seconds=now - at, leader=leader, **parts)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 # The sequence of an identity column has no owner of its own, because it always has the owner of its table.
@@ -24,9 +25,19 @@ ORDER BY 1, 3
 """)
 
 
-def objects(run: Executor) -> list[Row]:
-    """Return all tables, views, sequences and functions of the schema. `identity`: for SQL, without the schema."""
-    return run.objects(Row, _OBJECTS, {"schema": run.schema})
+@dataclass(frozen=True, slots=True)
+class SchemaObject:
+    """A table, view, sequence or function. `identity`: its name for SQL, without the schema."""
+
+    kind: str
+    name: str
+    identity: str
+    owner: str | None
+
+
+def objects(run: Executor) -> list[SchemaObject]:
+    """Return all objects of the schema, in the order of their kinds and identities."""
+    return run.objects(SchemaObject, _OBJECTS, {"schema": run.schema})
 
 
 def names(run: Executor) -> set[str]:

@@ -17,9 +17,9 @@ from typing import Final
 
 from psycopg import sql
 
-from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.schema.catalogue import objects
+from outbox.broker.schema.catalogue import SchemaObject, objects
 
 
 class Role(enum.StrEnum):
@@ -75,8 +75,6 @@ _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
 _READ_ONLY: Final = ("publisher", "schema_version")
 _WRITES: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
-# `used`: the roles that may use the schema. `owns`: the connected role has the rights of the role own.
-# `may_show_sessions`: it may grant pg_read_all_stats.
 _STATE: Final = Statement("""
 SELECT current_user::text AS user, (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) AS is_superuser,
        ARRAY(SELECT rolname::text FROM pg_roles WHERE rolname = ANY (%(roles)s)) AS existing,
@@ -92,6 +90,22 @@ _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(to_regrole(quote_ident(%(r
 
 
 @dataclass(frozen=True, slots=True)
+class _State:
+    """What the server and the schema have now. `used`: the roles that may use the schema.
+
+    `owns`: the connected role has the rights of the role own. `may_show_sessions`: it may grant pg_read_all_stats.
+    """
+
+    user: str
+    is_superuser: bool
+    existing: list[str]
+    schema_owner: str | None
+    used: list[str]
+    owns: bool
+    may_show_sessions: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Logins:
     """The logins that become members of the four roles; those of `publish` may publish for `producer_group`."""
 
@@ -99,10 +113,10 @@ class Logins:
     producer_group: str | None = None
 
 
-def _state(run: Executor) -> Row:
+def _state(run: Executor) -> _State:
     names = [role_name(run.schema, role) for role in Role]
     values = {"roles": names, "schema": run.schema, "own": role_name(run.schema, Role.OWN)}
-    return run.objects(Row, _STATE, values)[0]
+    return run.objects(_State, _STATE, values)[0]
 
 
 def plan(run: Executor, logins: Logins) -> list[str]:
@@ -154,7 +168,7 @@ def renew(run: Executor) -> None:
             run.connection.execute(statement.encode())
 
 
-def _rights(run: Executor, state: Row) -> Iterator[str]:
+def _rights(run: Executor, state: _State) -> Iterator[str]:
     """Yield the statements that give the roles their rights on what is installed."""
     schema, installed = run.schema, objects(run)
     publish, work, watch, own = (role_name(schema, role) for role in Role)
@@ -242,7 +256,7 @@ WHERE has_column_privilege('{schema}.' || name, "column", "right")
 _Needed = tuple[str, str, str, str]
 
 
-def needed_rights(installed: Sequence[Row], schema: str, role: Role) -> Iterator[_Needed]:
+def needed_rights(installed: Sequence[SchemaObject], schema: str, role: Role) -> Iterator[_Needed]:
     """Yield the rights that the role needs on the installed objects."""
     yield "SCHEMA", schema, "USAGE", ""
     for one in installed:

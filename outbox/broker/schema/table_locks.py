@@ -70,7 +70,7 @@ SELECT concat(
     CASE WHEN used.pid IS NULL THEN 'prepared'
          ELSE coalesce(activity.state, activity.backend_type, 'not visible') END,
     ', open for ' || round(age_seconds::numeric, 1) || ' s',
-    ', its last statement began at ' || to_char(activity.query_start, 'YYYY-MM-DD HH24:MI:SSOF'),
+    ', its last statement began at ' || to_char(activity.query_start, 'YYYY-MM-DD HH24:MI:SSTZHTZM'),
     ', uses ' || array_to_string(used.tables, ', '))
 FROM (
     SELECT lock.pid, lock.virtualtransaction, array_agg(DISTINCT relname::text ORDER BY relname::text) AS tables

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from outbox import hooks
 from outbox.broker.database.connection import Connection
-from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.schema.catalogue import objects
+from outbox.broker.schema.catalogue import SchemaObject, objects
 from outbox.broker.schema.install import CORE, DEFAULT_PATIENCE_SECONDS, Planned, change_tables, check_schema
 from outbox.errors import SchemaError, UsageError
 
@@ -100,7 +100,7 @@ def drop_part(
     change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
 
 
-def _objects_of_part(run: Executor, part: str) -> list[Row]:
+def _objects_of_part(run: Executor, part: str) -> list[SchemaObject]:
     """Return what a part has created, without the sequences, which belong to its tables."""
     if part in hooks.schemas:
         raise UsageError(

@@ -12,7 +12,6 @@ from urllib.parse import urlencode
 
 from django.urls import reverse
 
-from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import (
     NO_LIST,
     OF_GROUP,
@@ -34,6 +33,39 @@ Catalogue = Mapping[str, DeclaredCondition[Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class EvidenceItem:
+    """One fact of a condition's evidence, with a link to a page."""
+
+    name: str
+    value: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The facts of one group, queue, message or session, and the actions on it.
+
+    `url` and `link`: the part of a page that settles it, such as a form.
+    """
+
+    items: Sequence[EvidenceItem]
+    remedies: Sequence[Button]
+    url: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionCard:
+    """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages."""
+
+    condition: Condition
+    severity: str
+    evidence: Sequence[Evidence]
+    url: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """One figure with a link to its list. `tone`: ok, unknown, warning or critical."""
 
@@ -44,11 +76,10 @@ class Tile:
     tone: str
 
 
-def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[Row]:
+def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[ConditionCard]:
     """The cards of the conditions, the worst first. With `group`, only evidence about this consumer group.
 
-    Among those of one severity, a condition that may be a symptom comes last. `url` and `link`: the list with all that
-    the condition is about; of one of its `evidence`, the part of a page that settles it, such as a form.
+    Among those of one severity, a condition that may be a symptom comes last.
     """
     declared = catalogue()
     found = []
@@ -63,7 +94,7 @@ def _shown(declared: Catalogue, name: str) -> Shown:
     return declared[name].shown if name in declared else NO_LIST
 
 
-def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> Row:
+def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, count: int) -> ConditionCard:
     shown = _shown(declared, condition.name)
     url, link = _link(shown.listed, {})
     # Several facts may have the same remedy, for example the stopped queues of one group.
@@ -72,9 +103,8 @@ def _card(condition: Condition, facts: Sequence[Fact], declared: Catalogue, *, c
     for fact in facts:
         remedies = [remedy for remedy in _remedies(shown, fact) if remedy not in offered]
         offered += remedies
-        settled, label = _link(_settled(shown, fact, declared), fact)
-        evidence.append(Row(items=list(_items(fact, declared)), remedies=remedies, url=settled, link=label))
-    return Row(
+        evidence.append(Evidence(list(_items(fact, declared)), remedies, *_link(_settled(shown, fact, declared), fact)))
+    return ConditionCard(
         condition=replace(condition, evidence=facts, count=count),
         severity=condition.severity.name.lower(),
         evidence=evidence,
@@ -112,13 +142,13 @@ def _remedies(shown: Shown, fact: Fact) -> Iterator[Button]:
             yield Button(one.label.format(**given), one.tone, given, one.action)
 
 
-def _items(fact: Fact, declared: Catalogue) -> Iterator[Row]:
+def _items(fact: Fact, declared: Catalogue) -> Iterator[EvidenceItem]:
     for name, value in fact.items():
         if value in (None, ""):
             continue
         shown = duration(value) if name.endswith("seconds") and isinstance(value, (int, float)) else readable(value)
         label = "time" if name == "seconds" else words(name.removesuffix("_seconds"))
-        yield Row(name=label, value=shown, url=_url(name, str(value), fact, declared))
+        yield EvidenceItem(label, shown, _url(name, str(value), fact, declared))
 
 
 def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:

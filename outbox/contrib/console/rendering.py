@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
 
 from django.db import Error as DatabaseError
@@ -11,7 +12,6 @@ from django.http import HttpRequest, HttpResponse
 from django.template import loader
 from django.urls import reverse
 
-from outbox.broker.database.executor import Row
 from outbox.contrib.console.asking import value
 from outbox.contrib.console.signs import CHECK_SECONDS, Signs, read_signs
 from outbox.contrib.django.actions.declaration import ACT, FieldKind
@@ -38,42 +38,62 @@ MENU: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     for section, pages in _MENU.items()
 }
 
+Row = TypeVar("Row")
 
-def menu(path: str) -> list[Row]:
-    """Return the sections of the menu, each with its pages, as the page at `path` shows them.
+
+@dataclass(frozen=True, slots=True)
+class MenuEntry:
+    """A page of the menu, or a section with its pages. A section leads to its first page.
 
     `current`: the value of aria-current, "page" for the shown page and "true" for a section or list that it belongs to.
     """
+
+    label: str
+    address: str
+    current: str = ""
+    pages: Sequence[MenuEntry] = ()
+
+
+def menu(path: str) -> list[MenuEntry]:
+    """Return the sections of the menu, as the page at `path` shows them."""
     found = []
-    for label, named in MENU.items():
-        pages = [_entry(path, name, title) for name, title in named]
-        current = "true" if any(one.current for one in pages) else ""
-        # A section leads to its first page.
-        found.append(Row(label=label, address=pages[0].address, current=current, pages=pages))
+    for label, pages in MENU.items():
+        shown = [_entry(path, name, title) for name, title in pages]
+        found.append(MenuEntry(label, shown[0].address, "true" if any(one.current for one in shown) else "", shown))
     return found
 
 
-def _entry(path: str, name: str, title: str) -> Row:
+def _entry(path: str, name: str, title: str) -> MenuEntry:
     address = reverse(f"outbox:{name}")
+    if path == address:
+        return MenuEntry(title, address, "page")
     # The overview's address begins all others.
-    current = "page" if path == address else "true" if name != "overview" and path.startswith(address) else ""
-    return Row(label=title, address=address, current=current)
+    return MenuEntry(title, address, "true" if name != "overview" and path.startswith(address) else "")
 
 
-def paged(request: HttpRequest, rows: Sequence[Any], place: Callable[[Any], Mapping[str, object]]) -> Row:
-    """The page for `rows` that were read with the limit PER_PAGE + 1. `place`: the parameters of the page after one.
+@dataclass(frozen=True, slots=True)
+class Page(Generic[Row]):
+    """The rows of one page. `more` is the query string of the next page, or '' on the last page."""
 
-    `more` is the query string of the next page, or '' on the last one.
+    rows: Sequence[Row]
+    more: str
+    is_first: bool
+
+
+def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapping[str, object]]) -> Page[Row]:
+    """The page for rows that were read with the limit PER_PAGE + 1.
+
+    `place` returns the URL parameters of the page that begins after a given row.
     """
     shown = rows[:PER_PAGE]
     more = ""
     if len(rows) > PER_PAGE:
         following = {name: str(value) for name, value in place(shown[-1]).items()}
         more = urlencode({**request.GET.dict(), **following})
-    return Row(rows=shown, more=more, is_first="after" not in request.GET)
+    return Page(shown, more, "after" not in request.GET)
 
 
-def sliced(request: HttpRequest, rows: Sequence[Any]) -> Row:
+def sliced(request: HttpRequest, rows: Sequence[Row]) -> Page[Row]:
     """One page of a list that is completely in memory."""
     begin = value(request.GET, "after", FieldKind.NUMBER) or 0
     return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
@@ -82,8 +102,8 @@ def sliced(request: HttpRequest, rows: Sequence[Any]) -> Row:
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:
     """Render a page by the name of its template. A request of console.js gets only the live part.
 
-    Every page says if no process leads; a view that shows this itself gives `broker_notice`. `signs`: the signs that
-    the view has read already.
+    Every page says if no process leads, because its figures then look healthy and are old. A view that shows this
+    itself gives `broker_notice`. `signs`: the signs that the view has read already.
     """
     is_part = request.headers.get("Outbox-Part") == "true"
     signs = context.get("signs") or (read_signs() if status < 500 else Signs())

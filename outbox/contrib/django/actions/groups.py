@@ -84,7 +84,8 @@ def _resume(values: Values) -> ActionPlan:
     group = values["group"]
 
     def do() -> Mapping[str, Any]:
-        return {"released_queues": on_broker(changes.resume, group), "paused": _is_paused(group)}
+        released = on_broker(changes.resume, group)
+        return {"paused": _is_paused(group), "released_queues": released}
 
     return ActionPlan(
         subject=f"group {group}",
@@ -294,7 +295,7 @@ def _delete_topic(values: Values) -> ActionPlan:
     )
 
 
-LISTED: Final = Listing(
+DECLARED_TOPICS: Final = Listing(
     "declared_topics",
     (
         Column("topic", "name"),

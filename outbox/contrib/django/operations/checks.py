@@ -59,6 +59,7 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         _transactions,
         _router,
         _subscribers,
+        _handler_middleware,
         lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
@@ -80,7 +81,6 @@ def _imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
     named: Mapping[str, Callable[[], object]] = {
         "outbox.E005": lambda: engine_of(settings).codecs,
         "outbox.E016": lambda: of_celery is not None and imported("OUTBOX['CELERY_APP']", of_celery),
-        "outbox.E037": lambda: with_middleware(lambda given: None),
     }
     for check_id, read in named.items():
         try:
@@ -155,6 +155,13 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Give the subscribers with broadcast=True another group.",
                 id="outbox.E014",
             )
+
+
+def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        with_middleware(lambda given: None)
+    except ConfigurationError as error:
+        yield Error(str(error), id="outbox.E037")
 
 
 def _options(item: Subscriber) -> Iterator[CheckMessage]:
@@ -338,7 +345,7 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # A project can read every broker that it has used.
+        # A project can read every broker that it has used, so this is not its former one.
         logger.debug("the check could not find out whether %r has a broker: %s", alias, error)
         return
     if left:

@@ -32,11 +32,13 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.groups import lives
+from outbox.broker.groups.lives import Life
 from outbox.broker.operations import comparisons
 from outbox.broker.operations.comparisons import (
     ComparisonKey,
     ComparisonKind,
     DatabaseComparison,
+    GroupPosition,
     MissingTransactions,
 )
 from outbox.broker.operations.presence import unknown_transactions
@@ -118,8 +120,10 @@ def run_compare() -> CompareCounts:
                 with closing(open_connection(alias)) as application:
                     if item is not None:
                         _compare_inbox(context, application, item)
+                    elif kind is ComparisonKind.LEDGER:
+                        _compare_ledger(context, application)
                     else:
-                        (_compare_ledger if kind is ComparisonKind.LEDGER else _compare_decisions)(context, application)
+                        _compare_decisions(context, application)
             except DatabaseError as error:
                 if alias in compared or has_tables(alias):
                     failed[alias] = error
@@ -160,7 +164,7 @@ def losses() -> list[DatabaseComparison]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
     run: Executor
-    life: Row
+    life: Life
     bounds: Row
     known: Mapping[ComparisonKey, DatabaseComparison]
     producer_group: str
@@ -169,7 +173,7 @@ class _Context:
     @property
     def is_young(self) -> bool:
         """Return whether transactions that began before this life of the broker may still commit."""
-        return bool(self.life.began_at > datetime.now(UTC) - _YOUNG)
+        return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
 def _subjects() -> dict[ComparisonKey, Subscriber | None]:
@@ -201,8 +205,12 @@ def _counts(
                 one.first_at or one.unproven_from,
                 one.last_at or one.unproven_to,
             )
-    # In the order of the kinds.
-    return CompareCounts(*(sum(one.missing for one in now.values() if one.kind is kind) for kind in ComparisonKind))
+    missing = {kind: sum(one.missing for one in now.values() if one.kind is kind) for kind in ComparisonKind}
+    return CompareCounts(
+        lost_messages=missing[ComparisonKind.LEDGER],
+        lost_commits=missing[ComparisonKind.DECISION],
+        lost_effects=missing[ComparisonKind.INBOX],
+    )
 
 
 # -- the ledger, and the broker's decisions -----------------------------------------------------------
@@ -239,7 +247,8 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     if known is not None and not is_first and (left := known.state.get("after")):
         after = UUID(left)
     state = {"ledger": str(identity.ledger_id)}
-    for batch, state["after"] in _batches(after, partial(ledger.committed_after, application)):
+    for batch, rest in _batches(after, partial(ledger.committed_after, application)):
+        state["after"] = rest
         # The broker is read after the ledger, because the broker stored each half message before the row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
     _look_again(missing, lambda ids: set(ids) - unknown_transactions(run, ids))
@@ -247,7 +256,6 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     unproven: tuple[datetime | None, datetime] | None = _unproven(context, identity) if is_first else None
     if unproven is None and known is not None and known.unproven_to is not None:
         unproven = (known.unproven_from, known.unproven_to)
-
     _store(context, missing, state, unproven)
 
 
@@ -287,7 +295,8 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
     present: list[UUID] = []
     state: dict[str, Any] = {"ledger": str(before.ledger_id)}
-    for batch, state["after"] in _batches(after, partial(comparisons.committed_of_ledger, run, before.ledger_id)):
+    for batch, rest in _batches(after, partial(comparisons.committed_of_ledger, run, before.ledger_id)):
+        state["after"] = rest
         absent = _absent(application, batch)
         # The pruning limit is read after the rows, because pruning records its limit before it removes rows.
         now = ledger.identity(application)
@@ -370,7 +379,7 @@ class _InboxLook:
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
 
-    def look(self, queue: Row, low: int, high: int) -> int | None:
+    def look(self, queue: GroupPosition, low: int, high: int) -> int | None:
         """Examine the offsets from `low` up to `high`; return the lowest offset whose effect is missing."""
         keep = (self.context.keep - _YOUNG).total_seconds()
         matches = parse_filter(self.item.subscription.filter)
@@ -394,7 +403,7 @@ class _InboxLook:
                 self.present[queue.queue_id] = newest[-_CANARIES_OF_QUEUE:]
         return lowest
 
-    def look_back(self, queue: Row, low: int, high: int) -> int | None:
+    def look_back(self, queue: GroupPosition, low: int, high: int) -> int | None:
         """Like `look`, from `high` down to `low`, until a batch has no missing effect."""
         lowest: int | None = None
         newest: list[UUID] = []
@@ -409,9 +418,12 @@ class _InboxLook:
             self.present[queue.queue_id] = newest
         return lowest
 
-    def present_from(self, queue: Row) -> int:
-        """Return the first offset from which the inbox has a row for every message, among the last batches."""
-        high: int = queue.next_offset
+    def present_from(self, queue: GroupPosition) -> int:
+        """Return the first offset from which the inbox has a row for every message.
+
+        Examine at most `_FIRST_LOOK` batches.
+        """
+        high = queue.next_offset
         for _ in range(_FIRST_LOOK):
             low = max(queue.floor, high - _BATCH)
             if low >= high:
@@ -429,7 +441,8 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     """Find messages that the group has passed without a failure, although the inbox has no row for these messages.
 
     The first comparison, also after a change of the filter, only finds the offset from which the inbox has a row for
-    every message, because the group may have handled messages before it had an inbox.
+    every message, because the group may have handled messages before it had an inbox. A message that an offset reset
+    has skipped is never reported.
     """
     subscription = item.subscription
     group, topic, alias = subscription.group, subscription.topic, handler_alias(item)

@@ -39,7 +39,10 @@ def examine_rights(role: Role) -> list[Condition]:
 
 
 def examine() -> list[Condition]:
-    """Return all results of the examination, good and bad, and the broker's conditions that hold."""
+    """Return all results of the examination, good and bad, and the broker's conditions that hold.
+
+    If the broker does not answer, one of the results says so.
+    """
     of_publisher = _as_publisher()
     found = list(_system_checks(reads_databases=not of_publisher))
     if of_publisher:
@@ -87,8 +90,10 @@ def _system_checks(*, reads_databases: bool) -> Iterator[Condition]:
     found = [*check_settings(), *check_databases(databases=aliases)]
     messages = [message for message in found if not message.is_silenced()]
     for message in messages:
-        # What only informs is no fault.
-        severity = Severity((message.level >= WARNING) + (message.level >= ERROR))
+        if message.level >= ERROR:
+            severity = Severity.CRITICAL
+        else:  # What only informs is no fault.
+            severity = Severity.WARNING if message.level >= WARNING else Severity.OK
         remedy = message.hint or "Do what the text of this check says."
         yield of_text(f"check {message.id}", severity, message.msg, remedy)
     if not messages:
@@ -132,7 +137,11 @@ def _ledgers() -> Iterator[Condition]:
 
 
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:
-    """Check that topics and inbox keep their rows for long enough."""
+    """Check that topics and inbox keep their rows for long enough.
+
+    The broker must keep a decision for longer than the ledger keeps the row of the same transaction, because pruning
+    removes the row only if the broker has the decision.
+    """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = (
         f"Set the retention of these topics to at least {2 * LEDGER_KEEP_SECONDS:.0f} s: pruning removes a ledger row "
@@ -157,7 +166,10 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
 
 
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
-    """Check the inbox's retention: a restored broker may deliver messages again that are not in the log any more."""
+    """Check the inbox's retention: a restored broker may deliver messages again that are not in the log any more.
+
+    Pruning keeps the inbox rows of messages that are in the log.
+    """
     kept, longest = settings.inbox_retention_seconds, max((topic.retention_seconds for topic in topics), default=0)
     autodiscover()
     needed = longest + max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)

@@ -63,7 +63,8 @@ def grant(
 ) -> list[tuple[str, list[str]]]:
     """Make the roles, give them their rights, and make the logins members. Returns the executed statements.
 
-    Each database is changed in one transaction. Raises psycopg.Error or django.db.Error if the connected role may not.
+    Each database is changed in one transaction. A second call changes nothing. Raises psycopg.Error or
+    django.db.Error if the connected role may not do this.
     """
     planned = planned_grants(settings, members)
     with broker_database(settings).connect_as_owner() as connection:
@@ -142,7 +143,6 @@ def _needed(tables: Sequence[str]) -> Iterator[tuple[Role, str, str, Sequence[st
 # ---------------------------------------------------------------------------------------------------------------------
 # The part of the doctor.
 
-
 # The rights of the role on these tables, apart from those in the second array.
 _HELD: Final = """
 SELECT quote_ident(relname), string_agg("right", ', ' ORDER BY place), quote_ident(current_user)
@@ -187,7 +187,8 @@ def _missing(connection: BaseDatabaseWrapper, role: Role, schema: str) -> list[M
     ]
     owned = [("OWNED", table, "USAGE", "") for table in tables] if role is Role.OWN else []
     connection.ensure_connection()
-    return grants.lacking(Executor(connection.connection, schema), [*needed, *owned])
+    with connection.wrap_database_errors:
+        return grants.lacking(Executor(connection.connection, schema), [*needed, *owned])
 
 
 def _beyond_publish(connection: BaseDatabaseWrapper) -> Iterator[Condition]:

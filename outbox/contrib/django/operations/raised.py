@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -52,8 +52,8 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
     except BrokerError as error:
         seen = unusable(error)
     changes = _stored(seen, now)
-    for row, held in changes:
-        _report(row, held)
+    for change in changes:
+        _report(change)
     return {"changes": len(changes)}
 
 
@@ -93,8 +93,12 @@ def _subject(fact: Fact, own: Sequence[str]) -> str:
 # -- changes ---------------------------------------------------------------------------------------
 
 
-# A row that was raised, has another severity, or was cleared, and the condition; None if it was cleared.
-Change = tuple[RaisedCondition, Condition | None]
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A row that was raised, has another severity, or was cleared. `held` is None if it was cleared."""
+
+    row: RaisedCondition
+    held: Condition | None
 
 
 def _stored(seen: ConditionReport, now: datetime) -> list[Change]:
@@ -112,26 +116,27 @@ def _stored(seen: ConditionReport, now: datetime) -> list[Change]:
                 values = {"severity": held.severity, "raised_at": now, "seen_at": now}
                 row, is_new = rows.get_or_create(name=name, subject=subject, defaults=values)
                 # Another process may have stored the new row meanwhile.
-                changes += [(row, held)] if is_new else []
+                changes += [Change(row, held)] if is_new else []
             elif held.severity != row.severity:
                 row.severity = held.severity
                 row.save(using=alias, update_fields=["severity"])
-                changes.append((row, held))
+                changes.append(Change(row, held))
         rows.filter(pk__in=[row.pk for key, row in known.items() if key in held_now]).update(seen_at=now)
         if seen.is_complete:
             before = now - timedelta(seconds=CLEAR_SECONDS)
             absent = [row for key, row in known.items() if key not in held_now and row.name not in unsure]
             gone = sorted((row for row in absent if row.seen_at <= before), key=lambda row: (row.name, row.subject))
             rows.filter(pk__in=[row.pk for row in gone]).delete()
-            changes += [(row, None) for row in gone]
+            changes += [Change(row, None) for row in gone]
     return changes
 
 
-def _report(row: RaisedCondition, held: Condition | None) -> None:
+def _report(change: Change) -> None:
+    row, held = change.row, change.held
     severity = Severity(row.severity) if held else Severity.OK
     text, next_step = (held.text, held.next_step) if held else ("", "")
     of = f" ({row.subject})" if row.subject else ""
-    if held:
+    if severity is not Severity.OK:
         logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)
     else:
         logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)

@@ -74,14 +74,14 @@ class _SendingThread:
 
     def _send_all(self) -> None:
         while True:
-            one = self._waiting.get()
+            name, signal, arguments = self._waiting.get()
             try:
                 # Django renews the connections of a thread only at the start of a request.
                 close_old_connections()
-                one[1].send_robust(sender=None, **one[2])
+                signal.send_robust(sender=None, **arguments)
                 close_old_connections()
             except Exception as error:
-                logger.error("the receivers of the signal %s could not be called", one[0], exc_info=printable(error))
+                logger.error("the receivers of the signal %s could not be called", name, exc_info=printable(error))
             finally:
                 self._waiting.task_done()
 
