@@ -106,7 +106,10 @@ def arm(specification: str) -> None:
 
 
 def check_environment() -> None:
-    """Raise ConfigurationError if OUTBOX_FAULTS names an unknown fault point, once the parts are loaded."""
+    """Raise ConfigurationError if OUTBOX_FAULTS names a fault point that neither the core nor an installed part has.
+
+    A process calls this once its parts are loaded, because this module reads the variable before.
+    """
     _refuse_unknown(_parsed(os.environ.get("OUTBOX_FAULTS", "")))
 
 

@@ -924,7 +924,8 @@ def failing_messages(state: BrokerState) -> Iterator[Judged]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Handlers that kill or hang their process, and subscriptions that pause because of an outage.
 
-# A process that dies at least `_DEATHS` times within `_DEATHS_SECONDS` is in a crash loop.
+# A process that dies at least `_DEATHS` times within `_DEATHS_SECONDS` is in a crash loop. Each death is stored as an
+# incident.
 _DEATHS: Final = 3
 _DEATHS_SECONDS: Final = 600.0
 _CRASH_LOOPS: Final = Statement("""

@@ -19,7 +19,8 @@ from outbox.broker.groups.registration import group_id_of
 class DeadLetter:
     """A message that a group gave up after `attempts` attempts.
 
-    `replayed_at` or `discarded_at` is the time at which an operator settled the letter.
+    `replayed_at` is the time at which an operator replayed or discarded the letter. `discarded_at` is set only if an
+    operator discarded it.
     """
 
     group: str
@@ -152,7 +153,10 @@ _LOCK = Statement(_CHOSEN + "SELECT log_id FROM chosen ORDER BY log_id")
 
 
 def lock(run: Executor, group: str, selection: LetterSelection, *, limit: int) -> list[int]:
-    """Lock at most `limit` dead letters, the oldest first, until the transaction ends. Return their log ids."""
+    """Lock at most `limit` dead letters, the oldest first, until the transaction ends. Return their log ids.
+
+    Meanwhile no other transaction replays or discards them. Raises UnknownGroup.
+    """
     values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
     return [log_id for (log_id,) in run.rows(_LOCK, values)]
 
@@ -186,9 +190,10 @@ SELECT count(*) FROM delivered
 
 
 def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
-    """Deliver dead letters again through the group's retry queues, with new attempts, the oldest first.
+    """Deliver at most `limit` dead letters again through the group's retry queues, with new attempts, the oldest first.
 
-    Return the number of letters. The caller then sends a notification on Channel.DECIDED. Raises UnknownGroup.
+    Return the number of letters. A message that fails all attempts again becomes a dead letter again. To have the
+    messages delivered at once, the caller then sends a notification on Channel.DECIDED. Raises UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
@@ -212,7 +217,10 @@ SELECT count(*) FROM marked
 
 
 def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
-    """Discard at most `limit` dead letters, the oldest first, and return their number. Raises UnknownGroup."""
+    """Discard at most `limit` dead letters, the oldest first, and return their number. Raises UnknownGroup.
+
+    The group counts these letters as discarded. Retention removes them together with their messages.
+    """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
         return int(run.one(_DISCARD, values)[0])

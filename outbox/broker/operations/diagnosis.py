@@ -51,7 +51,7 @@ ORDER BY name
 
 
 def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
-    """Run all checks, on an autocommit connection to `database`."""
+    """Run all checks, on an autocommit connection to `database`, whose tables must be installed."""
     # A login that only watches never listens, and must not connect as a worker does.
     listens = grants.lesser_role(run) is not grants.Role.WATCH
     yield from _server(run)

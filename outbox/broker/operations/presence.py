@@ -38,6 +38,8 @@ def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
     return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
 
 
+# Retention keeps a message in the log while the message waits in a queue, for a retry, for an earlier message of its
+# key, or for an operator.
 _DELIVERABLE = Statement("""
 SELECT given.place
 FROM unnest(%(groups)s::text[], %(generations)s::integer[], %(ids)s::uuid[])
@@ -51,8 +53,9 @@ def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[
     """Return the indexes (in the list `handled`) of the messages that the broker could deliver again.
 
     Each element of `handled` has a consumer group, the generation in which the group handled the message, and the
-    message id. A message that is not in the log is not delivered, an unknown group gets no messages, and no group
-    returns to an older generation, unless it is deleted or the broker is restored.
+    message id. A message that is not in the log is not delivered, but an operator may move a group back to any one in
+    it. An unknown group gets no messages, and no group returns to an older generation, unless it is deleted or the
+    broker is restored.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),

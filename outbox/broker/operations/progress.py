@@ -2,6 +2,8 @@
 
 `list_queues` returns the queues of one group, for an operator. `GROUPS` sums the same figures per group and topic, for
 the summary. The audit (`audit.py`) counts entry by entry, so that it can find an error in the figures of this module.
+Retention (`maintenance/retention.py`) needs only the smallest position of each queue. All find the valid row of a
+position with `groups/offsets.py::newest_offset`.
 
 The lag includes the messages of running handlers, because the tables do not store which handlers run. A retry that
 waits for its time is in no queue yet (`GroupRest.retrying`).
@@ -29,9 +31,12 @@ class QueueProgress:
     `%RETRY%group/topic`. A change of the queue count starts a new `layout` of the topic's queues. `floor` is the oldest
     offset that the broker still has; unconsumed entries below it are `expired`.
 
+    `lag` counts the entries from the position to the end of the queue, including the entries in running handlers.
     `oldest_at` is the time from which the entry at the position could be consumed. `queued` and the fields after it are
-    totals from the start of the group. `skipped` is the part of `handled` that the inbox knew already. `owner` is None
-    if no process holds a live lease. If an error has stopped the queue, `stopped` is this error. If the queue is
+    totals from the start of the group. `handled` counts each entry whose message the group has done; `skipped` is the
+    part of it that the inbox knew already, because the process had died before it stored the offset, because the
+    message came back from its claim, or because a reset let the group read it again. `owner` is None if no process
+    holds a live lease. If an error has stopped the queue, `stopped` is this error. If the queue is
     consumed in order and an attempt at its next message has failed, `blocked_by` is the id of this message,
     `blocked_error` its last error, and `blocked_since` the time of its first failure.
     """
@@ -169,7 +174,10 @@ _BLOCKED: Final = Statement(
 
 
 def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueProgress]:
-    """Return the queues of a group and topic; None means all groups or topics. A topic's retry queues come last."""
+    """Return the queues of a group and topic; None means all groups or topics. A topic's retry queues come last.
+
+    Broadcast groups have no stored positions.
+    """
     return run.objects(QueueProgress, _QUEUES, {"groups": group and texts([group]), "topic": topic, "topics": None})
 
 

@@ -59,6 +59,7 @@ class LimitUse:
 
     @property
     def share(self) -> float:
+        """The used share of the limit; above 1 if the limit is exceeded."""
         return self.value / self.limit
 
     @property
@@ -71,7 +72,7 @@ class LimitUse:
 
 
 def limit_uses(run: Executor, lags: Lags) -> list[LimitUse]:
-    """Return the most used limit of each topic that has limits."""
+    """Return the most used limit of each topic that has limits. `lags`: the lag of each group on each topic."""
     return [max(found, key=lambda use: (use.is_over, use.share)) for _, found in _by_topic(run, lags) if found]
 
 

@@ -80,12 +80,15 @@ MINIMUM_POSTGRESQL: Final = 15
 
 # The number of seconds for which `install` tries to make one change.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
-# The number of first attempts that do not wait for a lock.
+# The number of first attempts that do not wait for a lock, so that they delay no other transaction. Each later attempt
+# waits longer than the one before, up to `_LONGEST_WAIT_SECONDS`.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# Shorter than PostgreSQL's deadlock_timeout (1 s), so that it ends no transaction that waits behind this change.
+# Shorter than PostgreSQL's deadlock_timeout (1 s), so that PostgreSQL reports no deadlock and ends no transaction that
+# waits behind this change.
 _LONGEST_WAIT_SECONDS: Final = 0.8
+# Before the first attempt, `install` reports each transaction that has used a table for longer than this many seconds.
 # Younger transactions are not reported, because they will probably end soon.
 _NAMED_AFTER_SECONDS: Final = 1.0
 _REPORT_EVERY_SECONDS: Final = 10.0
@@ -191,7 +194,10 @@ def change_tables(
 def give_rights(
     run: Executor, statements: Sequence[str], *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS
 ) -> None:
-    """Execute the statements of `grants.plan` but its comments. Raises psycopg.Error, or SchemaError."""
+    """Execute the statements of `grants.plan` but its comments, in one transaction.
+
+    Raises psycopg.Error if the connected role may not execute them, and SchemaError as `change_tables` does.
+    """
 
     def change() -> None:
         for statement in statements:

@@ -33,9 +33,13 @@ SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock
 
 @contextmanager
 def reading() -> Iterator[Executor]:
-    """A read-only transaction on the broker, within the deadline of the request. Raises BrokerUnavailable."""
+    """A read-only transaction on the broker, within the deadline of the request.
+
+    Raises BrokerUnavailable. After a time limit, its `__cause__` is psycopg's QueryCanceled or LockNotAvailable.
+    """
     with broker_executor() as run:
         seconds = deadline.seconds_left() or SECONDS
+        # The limits apply to this transaction only, so a pooler does not give them to the next client of the session.
         with run.connection.transaction():
             run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
             yield run

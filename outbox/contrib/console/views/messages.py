@@ -244,7 +244,11 @@ def _state_in_groups(trace: Trace, message: Row) -> tuple[str, str]:
 
 
 def events(trace: Trace, message: Row) -> list[Event]:
-    """All events of the message. If two times contradict the order of the steps, they keep the order of the steps."""
+    """All events of the message. Each event comes after the events that must precede it.
+
+    The clocks of producer and database differ, and a time taken at the beginning of a transaction is earlier than its
+    events. If two times contradict the order of the steps, the events keep the order of the steps.
+    """
     found = sorted([*_sent(trace, message), *_consumed(trace, message)], key=lambda one: one[0])
     shown = [event for _, event in found]
     return [

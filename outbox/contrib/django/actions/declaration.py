@@ -115,9 +115,10 @@ def refusing(said: str) -> Iterator[None]:
 class Field:
     """One field of an action or a listing: an argument of its command and an input of its form.
 
+    `positional`: on the command line, the value has no option name. `many`: the field may have several values.
     `example`: a value that the input of the form shows. `one_of`: the operator gives exactly one of the fields with the
-    same text. `with_confirmation`: the page asks for the field together with the reason. `by_tab`: the tabs of a page
-    choose the value, and its form passes the value on.
+    same text. `on_page`: the page shows the field. `with_confirmation`: the page asks for the field together with the
+    reason. `by_tab`: the tabs of a page choose the value, and its form passes the value on.
     """
 
     name: str
@@ -160,10 +161,12 @@ def at_most(noun: str) -> Field:
 class ActionPlan:
     """The planned effect of an action with given values. The page makes it again when the operator confirms the action.
 
-    `subject`: the object of the action, as the audit names it. `do` runs the action and returns the state afterwards;
-    `do_because` also gets the operator's reason. `before`: the state before the action. `dangerous`: a command asks for
-    a confirmation. `pinned`: values that the page sends again with the confirmation, so that the operator confirms the
-    plan that the page showed. `refusal`: the reason why the action would be refused now, or ''.
+    `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
+    example that the action cannot be undone. `nothing`: whether the action has nothing to do. `do` runs the action and
+    returns the state afterwards; `do_because` also gets the operator's reason. `before`: the state before the action.
+    `dangerous`: a command asks for a confirmation. `pinned`: values that the page sends again with the confirmation, so
+    that the operator confirms the plan that the page showed. `refusal`: the reason why the action would be refused now,
+    or ''.
     """
 
     subject: str
@@ -231,8 +234,9 @@ class ListForm:
 class DeclaredAction:
     """One kind of action.
 
-    `name`: its name in the audit and in the page's address. `permission`: what the page requires; None if only a
-    command runs the action. `shows_bodies`: the page also requires the permission to see them.
+    `name`: its name in the audit and in the page's address. `command`: the command as an operator writes it in a shell.
+    `permission`: what the page requires; None if only a command runs the action. `shows_bodies`: the page also requires
+    the permission to see them.
 
     `buttons`: where its buttons stand. A place is the name of a listing, for its rows; "LISTING selected", for the rows
     that the user ticks; or what a template names with `{% buttons %}`, such as "message" or "overview". `section` and

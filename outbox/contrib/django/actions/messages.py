@@ -79,7 +79,7 @@ SETTLING: Final = (
 def settle_letters(group: str, selection: LetterSelection, *, replay: bool, limit: int, dry_run: bool) -> int:
     """Replay or discard dead letters of a group, the oldest first, and return their number.
 
-    Raises UnknownGroup, and UsageError if one of the ids is not a dead letter of the group.
+    Raises UnknownGroup. If one of the ids is not a dead letter of the group, raises UsageError and settles no message.
     """
     if (server := observer()) is not None:
         return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
@@ -210,7 +210,10 @@ def _now() -> datetime:
 
 
 def _selection(values: Values) -> LetterSelection:
-    """The dead letters that the values describe. For all of them, the operator must pass `all`."""
+    """The dead letters that the values describe.
+
+    For all of them, the operator must pass `all`, so that a forgotten field does not select all.
+    """
     names = ("error", "error_type", "topic", "key", "since", "until")
     parts = {"message_ids": list(values["ids"]) or None, **{name: values[name] for name in names}}
     narrowed = any(value is not None for name, value in parts.items() if name != "until")

@@ -77,10 +77,12 @@ def ask_again(
 ) -> tuple[list[UUID], str]:
     """Request a check of undecided transactions now. Returns their ids, the oldest first.
 
-    The second value says which producer groups will not answer, because none of their processes runs check-back.
+    The second value says which producer groups will not answer, because none of their processes runs check-back; it is
+    '' if all of them answer.
 
-    `ids` names the transactions; without it, the oldest ones of `group` or of all groups are selected. If one of the
-    named transactions is not undecided, UsageError is raised, and no check is requested.
+    `ids` names the transactions; without it, the oldest ones of `group` or of all groups are selected, at most `limit`,
+    with `parked` only parked ones. The next check-back pass of a producer group runs the requested checks of the group.
+    If one of the named transactions is not undecided, UsageError is raised, and no check is requested.
     """
     settings = get_settings().check
     with broker_executor() as run, run.connection.transaction(force_rollback=dry_run):

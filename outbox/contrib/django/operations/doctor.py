@@ -140,7 +140,8 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
     """Check that topics and inbox keep their rows for long enough.
 
     The broker must keep a decision for longer than the ledger keeps the row of the same transaction, because pruning
-    removes the row only if the broker has the decision.
+    removes the row only if the broker has the decision. The inbox must keep a row for as long as the message may be
+    delivered again.
     """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = (

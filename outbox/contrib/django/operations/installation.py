@@ -91,7 +91,8 @@ def install_broker(
 ) -> tuple[int, int]:
     """Install or upgrade the broker's tables, declare the topics of the settings, and build the indexes of keys.
 
-    `report` gets a line for each topic that was declared differently before, and the lines of `install`.
+    A second call changes nothing. `report` gets a line for each topic that was declared differently before, and is
+    passed to `install`, as `patience_seconds` is.
 
     Returns the versions of the schema before and after the call. Raises SchemaError, BrokerUnavailable or
     ConfigurationError.
@@ -195,13 +196,16 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Undelivered messages in a broker that the project used before OUTBOX was changed.
+# Undelivered messages in a broker that the project used before OUTBOX was changed. No worker uses that broker now.
 
 _SAMPLE: Final = 100
 
 
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
-    """Return the undelivered messages in a former broker on `alias`. Raises BrokerUnavailable or psycopg.Error."""
+    """Return the project's undelivered messages in a broker on `alias` that is not OUTBOX['BROKER'].
+
+    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
+    """
     groups = sorted({item.subscription.group for item in subscribers()})
     with database_at(alias, settings).connect(name="outbox-check") as connection:
         if installed_version(connection, settings.schema) == 0:
@@ -215,7 +219,8 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
     """Return how many of the oldest ledger rows on `alias` have transactions that the broker has never seen.
 
-    Pruning does not remove them, so they become the oldest. Raises BrokerError, psycopg.Error, or django.db.Error.
+    Pruning removes a row only if the broker shows its transaction as decided. So rows whose transactions are on another
+    broker stay, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
     ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)

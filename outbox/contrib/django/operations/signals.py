@@ -1,7 +1,8 @@
 """Django signals about the work of outbox, and the thread that sends them.
 
-One thread sends all signals of a process, so a receiver that hangs delays only the receivers after it, never a handler,
-a fetch or a pass. If more than MOST_WAITING signals wait, the process drops and logs further ones. With
+One thread, `outbox-signals`, sends all signals of a process one after the other, so a receiver that hangs delays only
+the receivers after it, never a handler, a fetch or a pass. Django logs the error of a receiver. The sender of each
+signal is None. If more than MOST_WAITING signals wait, the process drops and logs further ones. With
 OUTBOX['IN_MEMORY'] the calling thread sends the signal, so that a test sees the effect at once.
 
 A signal is sent at most once: a process that dies between an event and its signal loses the signal.

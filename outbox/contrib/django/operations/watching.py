@@ -97,7 +97,10 @@ class BrokerView:
 
 
 def look() -> BrokerView:
-    """Read the conditions and the overview. Raises ConfigurationError."""
+    """Read the conditions and the overview. If the broker is unreachable, a condition says so.
+
+    Raises ConfigurationError.
+    """
     if (observer := known_conditions.observer()) is not None:
         verdict, server = observer.look()
         return BrokerView(verdict, None, server)
@@ -114,7 +117,10 @@ def look() -> BrokerView:
 
 
 def probe() -> ConditionReport:
-    """Evaluate the few rules for load balancers. Raises ConfigurationError."""
+    """Evaluate the few rules for load balancers. If the broker is unreachable, a condition says so.
+
+    Raises ConfigurationError.
+    """
     if (observer := known_conditions.observer()) is not None:
         return observer.probe()
     try:
@@ -132,7 +138,10 @@ AUDIT_SECONDS: Final = 23 * 3600.0
 
 
 def run_audit() -> dict[str, Any]:
-    """Count all messages, check the equations of the counts, and store the result."""
+    """Count all messages, check the equations of the counts, and store the result.
+
+    Raises BrokerError or ConfigurationError.
+    """
     return dataclasses.asdict(on_broker(audit.run_once))
 
 
