@@ -35,4 +35,5 @@ class BrokerState:
         """Return what `read` returns. Several rules get the same result, and the function is called once."""
         if read not in self._known:
             self._known[read] = read(self.run)
-        return self._known[read]  # type: ignore[no-any-return]
+        found: _Read = self._known[read]
+        return found

@@ -104,8 +104,8 @@ class OperatorCommand(OutboxCommand):
             [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in found)
         )
         if listing.after is not None and len(found) >= limit:
-            place = f"--after {listing.position(found[-1])}" if listing.position else "a higher --limit"
-            self.say(f"there may be more rows: pass {place}")
+            place = listing.position and listing.position(found[-1])
+            self.say(f"there may be more rows: pass {'a higher --limit' if place is None else f'--after {place}'}")
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
         """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""
