@@ -2,8 +2,9 @@
 
 A failed message is scheduled for the group's retry queue, due after the delay of its retry level; after the last
 attempt, it is made a dead letter. For every failed attempt, the table `failure` has a row with the error; if the time
-limit of a message was over before an attempt began, `timed_out` has a row instead. This corresponds to RocketMQ's
-consumerSendMsgBack.
+limit of a message was over before an attempt began, `timed_out` has a row instead.
+
+This corresponds to RocketMQ's consumerSendMsgBack.
 """
 
 from __future__ import annotations
