@@ -1,10 +1,7 @@
-"""A broker in memory, for tests of applications.
+"""A broker in the memory of one process, for tests of applications.
 
-The in-memory broker has the protocol of the real broker, but stores nothing on disk.
-
-The in-memory broker passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path,
-because it has no database in which the application's transaction could store messages. An in-memory broker works within
-one process only.
+It passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path, because it has no
+database in which the application's transaction could store messages.
 """
 
 from outbox.memory.broker import InMemoryBroker

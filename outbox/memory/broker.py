@@ -107,8 +107,8 @@ class InMemoryBroker:
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         with self._log.lock:
-            epoch = self._epochs[producer_group, transactional_id] + 1
-            self._epochs[producer_group, transactional_id] = epoch
+            self._epochs[producer_group, transactional_id] += 1
+            epoch = self._epochs[producer_group, transactional_id]
             return ProducerEpoch(producer_group=producer_group, transactional_id=transactional_id, epoch=epoch)
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
@@ -209,9 +209,10 @@ class InMemoryBroker:
             return [one for one in self.recall(sorted(wanted)) if one.status is RecallStatus.RECALLED]
 
     def _recall(self, message_id: UUID) -> Recall:
-        message = self._log.find_message(message_id)
-        if message is None:
+        entry = self._log.entry(message_id)
+        if entry is None:
             return Recall(message_id=message_id, status=RecallStatus.UNKNOWN)
+        message = entry.message
         groups = self.groups.recall(message_id)
         status = RecallStatus.RECALLED if groups else self._log.recall(message_id)
         return Recall(message_id=message_id, status=status, topic=message.topic, key=message.key, groups=groups)
@@ -256,7 +257,7 @@ class InMemoryBroker:
     # -- queries ------------------------------------------------------------------------------------
 
     def undecided(self) -> list[UUID]:
-        """Return the ids of the undecided transactions, oldest first."""
+        """The ids of the undecided transactions, oldest first."""
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 

@@ -46,13 +46,14 @@ class _Consumer:
     filter: Filter
     offsets: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.subscription.group, self.subscription.topic
+
 
 @dataclass(frozen=True)
 class _Retry:
-    """A failed message and the time of its next attempt.
-
-    `number` is the serial number of the retry among all retries of this broker.
-    """
+    """A failed message and the time of its next attempt. `number`: among all retries of this broker."""
 
     due_at: datetime
     number: int
@@ -120,26 +121,16 @@ class ConsumerGroups:
         return [retry.entry.message for retry in self._retries]
 
     def _find(self, subscription: Subscription) -> _Consumer | None:
-        wanted = (subscription.group, subscription.topic)
-        for consumer in self._consumers:
-            if (consumer.subscription.group, consumer.subscription.topic) == wanted and not subscription.broadcast:
-                return consumer
-        return None
+        known = (one for one in self._consumers if one.key == (subscription.group, subscription.topic))
+        return None if subscription.broadcast else next(known, None)
 
     def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
-        """Run handlers until no message can be delivered now. Return the number of handled deliveries.
-
-        The parameter `only` limits the run to these pairs of group and topic.
-        """
+        """Run the handlers of all or of these pairs of group and topic, and return the number of handled deliveries."""
         handled = 0
-        while (round_handled := sum(self._drain_one(consumer) for consumer in self._chosen(only))) > 0:
-            handled += round_handled
+        # A handler may subscribe another one.
+        while drained := sum(self._drain_one(one) for one in list(self._consumers) if only is None or one.key in only):
+            handled += drained
         return handled
-
-    def _chosen(self, only: Collection[tuple[str, str]] | None) -> list[_Consumer]:
-        return [
-            one for one in self._consumers if only is None or (one.subscription.group, one.subscription.topic) in only
-        ]
 
     def _drain_one(self, consumer: _Consumer) -> int:
         count = 0
@@ -150,10 +141,7 @@ class ConsumerGroups:
         return count
 
     def _fetch(self, consumer: _Consumer) -> list[_Fetched]:
-        """Return up to `batch` messages, due retries first.
-
-        Move the consumer's offsets past all messages that were read.
-        """
+        """Return up to `batch` messages, due retries first, and move the consumer's offsets past them."""
         subscription = consumer.subscription
         with self._log.lock:
             self._log.sequence()
@@ -242,6 +230,7 @@ class ConsumerGroups:
     def _failed(self, consumer: _Consumer, delivery: Delivery, error: Exception) -> None:
         subscription = consumer.subscription
         entry = self._log.entry(delivery.message_id)
+        assert entry is not None
         text = error_line(error)
         reaction = subscription.reaction(error)
         if reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(delivery.attempt):
@@ -271,16 +260,8 @@ class ConsumerGroups:
         self.dead_letters.append(DeadLetter(group, entry.message, errors))
         if given_up.listener is not None:
             message = entry.message
-            given_up.listener(
-                given_up.GivenUp(
-                    group=group,
-                    topic=message.topic,
-                    key=message.key,
-                    message_id=message.message_id,
-                    attempts=len(errors),
-                    error=error,
-                )
-            )
+            about = {"group": group, "topic": message.topic, "key": message.key, "error": error}
+            given_up.listener(given_up.GivenUp(**about, message_id=message.message_id, attempts=len(errors)))
 
 
 class InMemoryConsumers:
@@ -305,10 +286,7 @@ class InMemoryConsumers:
 
 
 def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:
-    """Return the offset at which a group with this `start` begins.
-
-    If `start` is a time, the function compares it with the times at which messages were queued.
-    """
+    """Return the offset at which a group with this `start` begins."""
     if not isinstance(start, datetime):
         return len(queue)
     return sum(entry.queued_at is not None and entry.queued_at < start for entry in queue)

@@ -41,10 +41,7 @@ class Entry:
 
 @dataclass
 class Transaction:
-    """Messages that are decided together. `half` is None if they were sent without a half message.
-
-    `due_at`: the time of the next check.
-    """
+    """Messages that are decided together. `half` is None if they were sent without a half message."""
 
     transaction_id: UUID
     half: HalfTransaction | None
@@ -131,7 +128,6 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(
                 message_id=entry.message.message_id,
@@ -139,12 +135,12 @@ class Log:
                 topic=entry.message.topic,
                 position=entry.log_id,
             )
-            for entry in entries
+            for entry in (self._entries[message.message_id] for message in messages)
         ]
 
-    def entry(self, message_id: UUID) -> Entry:
-        """Return a stored message with its place in the log."""
-        return self._entries[message_id]
+    def entry(self, message_id: UUID) -> Entry | None:
+        """Return a stored message with its place in the log; None if the id is unknown."""
+        return self._entries.get(message_id)
 
     def find(self, transaction_id: UUID) -> Transaction | None:
         """Return the transaction, or None if the id is unknown."""
@@ -157,10 +153,7 @@ class Log:
     # -- deciding and queueing -----------------------------------------------------------------------
 
     def decide(self, transaction: Transaction, decision: Decision) -> None:
-        """Decide an undecided transaction.
-
-        After a COMMIT, put the messages into their queues in order, each message at its delivery time.
-        """
+        """Decide an undecided transaction. After a COMMIT, its messages go into their queues at their delivery time."""
         transaction.decision = decision
         if decision is Decision.COMMIT:
             for entry in transaction.entries:
@@ -208,17 +201,12 @@ class Log:
             return RecallStatus.ROLLED_BACK
         return RecallStatus.WAITING if entry in self._held else RecallStatus.DELIVERED
 
-    def find_message(self, message_id: UUID) -> Message | None:
-        """Return the stored message, or None if the id is unknown."""
-        entry = self._entries.get(message_id)
-        return entry.message if entry is not None else None
-
     def scheduled(self) -> list[Message]:
         """Return the messages that wait for their delivery time."""
         return [entry.message for _, _, entry in self._scheduled]
 
     def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:
-        # The loop goes backwards, so that the oldest entry of a key is written last and stays in the dictionary.
+        # Backwards, so that the oldest entry of a key is written last.
         return {
             (entry.message.topic, entry.message.key): entry.log_id
             for transaction in reversed(self.undecided())

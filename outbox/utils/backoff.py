@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """The pauses between attempts. The first pause lasts `first_seconds`. Each next pause is `factor` times as long as
-    the pause before.
+    """The pauses between attempts: `first_seconds`, then each `factor` times as long, up to `longest_seconds`.
 
-    The longest pause is `longest_seconds`. If an attempt worked for at least `healthy_seconds` before it failed, the
-    next pause is `first_seconds` again.
+    If an attempt worked for at least `healthy_seconds` before it failed, the next pause is `first_seconds` again.
     """
 
     first_seconds: float

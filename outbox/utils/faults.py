@@ -1,14 +1,12 @@
 """Fault points: named steps at which a test or the demo can kill, stop or delay this process, or raise an error.
 
-Fault points are off by default. Fault points are on if the environment variable OUTBOX_FAULTS is set when the process
-starts, or after a call of `arm`. While all fault points are off, a call of `point` only tests an empty dictionary. The
-syntax is `name=action[@n][?file]`, with `;` between entries:
+They are armed by the environment variable OUTBOX_FAULTS when the process starts, or by `arm`. The syntax is
+`name=action[@n][?file]`, with `;` between entries:
 
     OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
 
-The action is `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected) or `delay:SECONDS`. With `@n` the action runs
-only on the n-th visit of the point. Without `@n` the action runs on every visit. With `?file` the action runs only in
-the process that creates the file, so that only one of many processes runs the action.
+The action is `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected) or `delay:SECONDS`. With `@n` it runs only on
+the n-th visit of the point, with `?file` only in the process that creates the file.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ _lock = threading.Lock()
 
 
 def point(name: str) -> None:
-    """Run the action of the fault point `name`. If the fault point has no action, return at once."""
+    """Run the action of the fault point `name`, if it is armed."""
     if not armed:
         return
     fault = armed.get(name)
@@ -100,10 +98,7 @@ def point(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm faults from a specification (see the module's docstring). An empty specification disarms all faults.
-
-    Raises ConfigurationError.
-    """
+    """Arm faults from a specification; an empty one disarms all. Raises ConfigurationError."""
     wanted = _parsed(specification)
     _refuse_unknown(wanted)
     armed.clear()
@@ -151,19 +146,18 @@ def _action(entry: str, action: str) -> Callable[[str], None]:
     if kind == "kill":
         return lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        # Send the signal to this thread. If the process got the signal, another thread could receive it, and this
-        # thread would continue for a moment.
+        # To this thread: if another one received the signal, this one would continue for a moment.
         return lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "raise":
-        return _raise
+
+        def fail(name: str) -> None:
+            raise FaultInjected(f"fault point {name} raised this error, as OUTBOX_FAULTS or `arm` demanded")
+
+        return fail
     if kind == "delay":
         seconds = float(argument)
         return lambda _: time.sleep(seconds)
     raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: the action must be kill, stop, raise or delay:SECONDS.")
-
-
-def _raise(name: str) -> None:
-    raise FaultInjected(f"fault point {name} raised this error, as OUTBOX_FAULTS or `arm` demanded")
 
 
 def _first(marker: str) -> bool:

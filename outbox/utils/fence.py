@@ -3,10 +3,9 @@
     fence.check()
     connection.commit()
 
-A handler may still run after its attempt has ended, because the handler ran past `timeout_seconds`, or because its
-process was frozen until the queue's lease expired. The consumer cannot stop such a handler, but the invoker can refuse
-its effects: the invoker calls `check` as the last step before COMMIT. If the lease expires between this call and the
-end of COMMIT, the unique key of the inbox prevents a second effect.
+A handler may still run after its attempt has ended, because it ran past `timeout_seconds`, or because its process was
+frozen until the lease expired. The consumer cannot stop it, but the invoker can refuse its effects. If the lease
+expires between this call and the end of COMMIT, the unique key of the inbox prevents a second effect.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ def begin(reason: Callable[[], str], committing: Callable[[bool], None]) -> None
 
 @contextmanager
 def attempt(reason: Callable[[], str]) -> Iterator[None]:
-    """Run the block as an attempt.
-
-    `reason` returns the reason why the attempt no longer counts, or '' while the attempt counts.
-    """
+    """Run the block as an attempt. `reason` returns why it no longer counts, or '' while it does."""
     token = _reason.set(reason)
     try:
         yield

@@ -1,11 +1,7 @@
-"""A heartbeat file.
+"""A heartbeat file, which the main loop of a process writes and a probe reads. A thread would write while it hangs.
 
-The main loop of a process writes the heartbeat file, and a probe reads this file without a request to the process.
-
-The main loop itself writes heartbeats, because a separate thread would continue to write them while the loop hangs. The
-modification time of the file is the time of the last heartbeat. The text of the file says whether the loop could do its
-work at that time (`ready` or `waiting`). Without the environment variable OUTBOX_HEARTBEAT, the process writes no
-heartbeat file.
+Its modification time is the time of the last heartbeat; its text (`ready` or `waiting`) says whether the loop could do
+its work. Without the environment variable OUTBOX_HEARTBEAT, the process writes none.
 """
 
 from __future__ import annotations
@@ -26,10 +22,7 @@ _last: tuple[float, bool] = (0.0, False)
 
 
 def beat(*, ready: bool) -> None:
-    """Write a heartbeat, at most once a second. `ready` is True if the loop can do its work.
-
-    The function never raises, because a full disk must not stop the handling of messages.
-    """
+    """Write a heartbeat, at most once a second. It never raises: a full disk must not stop the handling of messages."""
     global _last
     path = os.environ.get(VARIABLE)
     if not path:

@@ -36,8 +36,7 @@ _handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=
 class MessageFilter(logging.Filter):
     """Gives every record the attributes `outbox_message_id`, `…transaction_id`, `…group`, `…topic` and `…key`.
 
-    The attributes are texts. If a record is about no message, its attributes are empty. If a record is about a batch,
-    each attribute has the first few values, separated by commas.
+    They are texts: empty if a record is about no message, the first few values of a batch separated by commas.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -58,27 +57,16 @@ def about(
     topic: str = "",
     key: str = "",
 ) -> dict[str, str]:
-    """Return the argument `extra` of a log call about a message or transaction.
-
-    `group` is a consumer or producer group.
-    """
+    """Return the argument `extra` of a log call about a message or transaction."""
     values = (message_id or "", transaction_id or "", group, topic, key)
     return {PREFIX + field: str(value) for field, value in zip(FIELDS, values, strict=True)}
 
 
 def about_half(half: HalfTransaction) -> dict[str, str]:
-    """Return the argument `extra` of a log call about a transaction.
-
-    The id, topic and key in `extra` are those of the transaction's first message.
-    """
+    """Return the argument `extra` of a log call about a transaction, with the topic and key of its first message."""
     first = half.messages[0]
-    return about(
-        message_id=first.message_id,
-        transaction_id=first.message_id,
-        group=half.producer_group,
-        topic=first.topic,
-        key=first.key,
-    )
+    ids = {"message_id": first.message_id, "transaction_id": first.message_id}
+    return about(**ids, group=half.producer_group, topic=first.topic, key=first.key)
 
 
 def suffix(record: logging.LogRecord) -> str:
@@ -108,13 +96,8 @@ def is_handling() -> bool:
 
 def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
     first = deliveries[0]
-    return {
-        "message_id": _named(one.message_id for one in deliveries),
-        "transaction_id": _named(one.transaction_id for one in deliveries),
-        "group": first.group,
-        "topic": first.topic,
-        "key": _named(one.key for one in deliveries),
-    }
+    named = {name: _named(getattr(one, name) for one in deliveries) for name in ("message_id", "transaction_id", "key")}
+    return {**named, "group": first.group, "topic": first.topic}
 
 
 def _named(values: Iterable[object]) -> str:

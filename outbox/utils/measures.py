@@ -53,8 +53,6 @@ def _together(recorders: Sequence[Recorder]) -> Recorder:
 
 
 recorder: Recorder | None = None
-
-
 _installed: tuple[Recorder, ...] = ()
 
 

@@ -15,10 +15,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodicPass:
-    """A bounded pass that runs every `interval_seconds`. `run` runs the pass once and returns the counts of the pass.
+    """A bounded pass that runs every `interval_seconds`. `run` runs it once and returns its counts.
 
-    If the count `more` is true, the pass has more work. So the pass runs again as soon as all other due passes have
-    run.
+    If the count `more` is true, it runs again as soon as all other due passes have run.
     """
 
     name: str
@@ -29,10 +28,9 @@ class PeriodicPass:
 class BackgroundLoop:
     """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
-    `run` gets a function that returns True if the pass must stop early. `run` returns the seconds until the next pass,
-    or None: then the next pass waits for `wake`. `first_seconds` is the wait before the first pass. `every_seconds` is
-    the wait after a failed pass. If the type of an error is in `expected`, the loop logs the error in one line. The
-    loop logs any other error with its traceback. No error ends the loop.
+    `run` gets a function that returns True if the pass must stop early. It returns the seconds until the next pass, or
+    None: then the next pass waits for `wake`. `every_seconds` is the wait after a failed pass. An `expected` error is
+    logged in one line, any other one with its traceback. No error ends the loop.
     """
 
     def __init__(
@@ -77,9 +75,8 @@ class BackgroundLoop:
             try:
                 pause = self._run(self._ended.is_set)
             except self._expected as error:
-                logger.warning(
-                    "%s failed and runs again in %.0f s: %s", self._name, self._every_seconds, shown_text(error)
-                )
+                said = shown_text(error)
+                logger.warning("%s failed and runs again in %.0f s: %s", self._name, self._every_seconds, said)
             except Exception as error:
                 logger.error("%s failed", self._name, exc_info=printable(error))
 

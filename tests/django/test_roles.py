@@ -364,7 +364,7 @@ def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, st
     _connect_as(logins[Role.WATCH])
     lacking = {one["name"]: one["next_step"] for one in _examined("work")}
     assert 'GRANT INSERT ON outbox.commit_log TO "outbox_test_watch";' in lacking["rights to work"]
-    assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
+    assert 'GRANT DELETE ON outbox_inbox TO "outbox_test_watch";' in lacking["rights to work on 'default'"]
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)

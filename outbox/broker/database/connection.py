@@ -29,9 +29,6 @@ from outbox.utils.refused_connections import is_refused
 from outbox.utils.safe_text import MASK
 
 # -- connection strings ----------------------------------------------------------------------------
-#
-# Read libpq connection strings without repeating their contents in an error.
-
 
 _REMEDY: Final = (
     # The last @ of a text ends what `mask_passwords` hides, so the URL comes last.
@@ -46,11 +43,9 @@ _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
 
 
 def read_conninfo(text: str, what: str) -> dict[str, Any]:
-    """Return the parameters of a connection string or URL.
+    """Return the parameters of a connection string or URL. Raises ConfigurationError, which begins with `what`.
 
-    Raises ConfigurationError if the string cannot be read; the error's text begins with the value of `what`. A URL with
-    an unescaped @ or / in the password raises the same error. libpq would read a part of such a password as host, port
-    or database, and an error of libpq would show this part of the password.
+    libpq would read a part of a password with an unescaped @ or / as host, port or database, and show it in an error.
     """
     try:
         found = conninfo_to_dict(text)
@@ -90,13 +85,11 @@ _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalive
 class BrokerConnection(psycopg.Connection[TupleRow]):
     """A connection on which the caller can set one deadline for several statements.
 
-    The client enforces the deadline. So a frozen server or a broken network cannot make a caller wait past the
-    deadline. The deadline is not a setting on the server, because a connection pooler would pass such a setting on to
-    other clients.
+    The client enforces it, so a frozen server or a broken network cannot make a caller wait longer. It is not a setting
+    on the server, because a connection pooler would pass such a setting on to other clients.
 
-    `is_direct` is True if the session lasts as long as the connection. If `is_direct` is False, a pooler may give each
-    transaction another session. A connection that is not direct prepares no statement, does not LISTEN and sets nothing
-    for its session.
+    `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
+    session, so the connection prepares no statement, does not LISTEN and sets nothing for its session.
     """
 
     deadline: float | None = None
@@ -166,10 +159,9 @@ class ReachedServer:
 class BrokerDatabase:
     """A broker: the libpq connection string of its database and the schema of its tables.
 
-    `listen_conninfo` is a direct connection for LISTEN and for the broker process. A `listen_conninfo` is needed when
-    `conninfo` goes through a pooler in transaction mode. If `listen_conninfo` is None, `conninfo` is used for LISTEN,
-    too. If `listen_conninfo` is an empty string, every connection goes through a pooler, LISTEN is off and every
-    process polls.
+    `listen_conninfo` is a direct connection for LISTEN and for the broker process, if `conninfo` goes through a pooler
+    in transaction mode. If it is None, `conninfo` is used for LISTEN, too. If it is an empty string, every connection
+    goes through a pooler, LISTEN is off and every process polls.
     """
 
     conninfo: str
@@ -190,16 +182,6 @@ class BrokerDatabase:
         """The connection string for sessions that must last as long as their connection."""
         return self.listen_conninfo or self.conninfo
 
-    def connect(
-        self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False
-    ) -> psycopg.Connection[TupleRow]:
-        """Open an autocommit connection, within `timeout_seconds` per host (at least 2, libpq's minimum).
-
-        Statements on the connection have no deadline. The client notices a dead network within 15 s. Raises
-        BrokerUnavailable.
-        """
-        return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
-
     def connect_as_owner(self) -> psycopg.Connection[TupleRow]:
         """Open a connection that changes the tables, with the login of `conninfo`. Raises BrokerUnavailable.
 
@@ -207,6 +189,15 @@ class BrokerDatabase:
         """
         listener, own = (conninfo_to_dict(text).get("user") for text in (self.direct_conninfo, self.conninfo))
         return self.connect(name="outbox-install", direct=listener == own)
+
+    def connect(
+        self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False
+    ) -> psycopg.Connection[TupleRow]:
+        """Open an autocommit connection, within `timeout_seconds` per host (at least 2, libpq's minimum).
+
+        Statements on it have no deadline. The client notices a dead network within 15 s. Raises BrokerUnavailable.
+        """
+        return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
         """Do the same as `connect`, but return a connection that also accepts deadlines."""
@@ -231,10 +222,7 @@ class BrokerDatabase:
         return self.listen_conninfo == "" or (self.listen_conninfo is not None and not direct)
 
     def session_conninfo(self, name: str, *, direct: bool = False) -> str:
-        """Return the connection string with the session name `name`, unless the string already has a session name.
-
-        The returned string has keepalive settings, so that the client notices a dead network.
-        """
+        """Return the connection string with keepalive settings, and the session name `name` if it has none."""
         target = self.direct_conninfo if direct else self.conninfo
         given = conninfo_to_dict(target)
         defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
@@ -244,7 +232,7 @@ class BrokerDatabase:
 def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
     """Whether the connection reaches the server without a pooler. A pooler reports an invented process id.
 
-    A pooler accepts clients while its server is down, so this function also shows whether the server answers. Raises
+    A pooler accepts clients while its server is down, so this also shows whether the server answers. Raises
     BrokerUnavailable.
     """
     try:
@@ -294,6 +282,7 @@ def reached_server(connection: Connection) -> ReachedServer:
 # -- the pool --------------------------------------------------------------------------------------
 
 
+_KEPT: Final = 8
 # A forked child keeps the inherited connections open, because closing one would end a session of its parent.
 _inherited: Final[list[object]] = []
 
@@ -301,9 +290,8 @@ _inherited: Final[list[object]] = []
 class Pool:
     """Idle connections for reuse. Thread-safe. A forked child never uses the connections of its parent."""
 
-    def __init__(self, database: BrokerDatabase, *, keep: int = 8) -> None:
+    def __init__(self, database: BrokerDatabase) -> None:
         self._database = database
-        self._keep = keep
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -348,7 +336,7 @@ class Pool:
         connection.deadline = None
         with self._lock:
             is_idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
-            if is_idle and len(self._idle) < self._keep and not self._is_closed:
+            if is_idle and len(self._idle) < _KEPT and not self._is_closed:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -368,13 +356,9 @@ class Pool:
 
 
 def is_ended(connection: psycopg.Connection[Any]) -> bool:
-    """Whether the server has ended this idle session (idle_session_timeout, a restart, a failover).
-
-    The function only reads the socket, and sends nothing.
-    """
+    """Whether the server has ended this idle session (idle_session_timeout, a restart). It only reads the socket."""
     try:
-        # Two calls of `consume_input` are needed: the first call reads the server's reason, and the second call finds
-        # the end of the connection.
+        # The first call of `consume_input` reads the server's reason, the second one finds the end of the connection.
         for _ in range(2):
             poll = select.poll()
             poll.register(connection.pgconn.socket, select.POLLIN)

@@ -79,8 +79,7 @@ def time_of(text: str) -> datetime:
 def cursor_on(connection: Connection, *, contains_times: bool = True) -> psycopg.RawCursor[tuple[Any, ...]]:
     """Return a cursor for the texts of `Statement.on`, with plain tuples, regardless of the application's settings.
 
-    With `contains_times=False`, it loads times with the loader of psycopg, which is faster and refuses times that
-    Python cannot hold.
+    `contains_times=False` is faster, and refuses times that Python cannot hold.
     """
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
@@ -98,8 +97,7 @@ class Row(SimpleNamespace):
 class Executor:
     """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory.
 
-    The server binds the parameters, and returns the results in binary form. An Executor is as thread-safe as its
-    connection.
+    The server binds the parameters, and returns the results in binary form. It is as thread-safe as its connection.
     """
 
     __slots__ = ("connection", "schema")
@@ -158,11 +156,6 @@ class Executor:
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Return the number of rows that the statement changed."""
         return self.execute(statement, parameters).rowcount
-
-
-# -- snapshots -------------------------------------------------------------------------------------
-#
-# A snapshot of PostgreSQL as a value: the snapshot says which transactions a reader could see.
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,7 @@ class Channel(enum.StrEnum):
 
 
 def notify(run: Executor, channel: Channel) -> bool:
-    """Send a notification on an autocommit connection, and return whether it was sent.
-
-    An error is logged and ignored.
-    """
+    """Send a notification on an autocommit connection, and return whether it was sent. An error is only logged."""
     try:
         run.connection.execute(announcement(run.schema, channel).text)
     except (psycopg.Error, BrokerUnavailable) as error:
@@ -93,12 +90,9 @@ class Announcements:
         )
 
     def wait(self, timeout: float | None, wake_up: socket.socket | None = None) -> dict[str, set[str]]:
-        """Return the notifications since the last call, by channel.
+        """Return the notifications since the last call, by channel; without one, wait up to `timeout` seconds.
 
-        If there is no notification, wait up to `timeout` seconds.
-
-        The method also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is
-        lost.
+        It also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is lost.
         """
         self._consume()
         if not self._arrived:

@@ -41,19 +41,16 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# At most this many requests are queued; together these requests take some megabytes. If a server has left so many
-# requests unfinished, it is stuck.
+# At most this many requests are queued, which take some megabytes. A server that leaves so many unfinished is stuck.
 MAX_QUEUED: Final = 10_000
 # A socket has room for about 270 unread answers. With more unread answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# A sender waits this many seconds for a slow server. After one such wait, the sender waits again only if new answers
-# have arrived.
+# A sender waits this many seconds for a slow server, and then again only if new answers have arrived.
 _CATCH_UP_SECONDS: Final = 0.1
-# A request is sent at most this many times. If the connection breaks before the answer, the request is sent a second
-# time.
+# A request is sent at most this many times: a second time if the connection breaks before the answer.
 _MAX_SENT: Final = 2
-# A new connection takes some milliseconds. If a connection takes longer than this limit, the caller continues, and the
-# next request waits for the connection again. Without this limit, a call that publishes would wait for a slow server.
+# A new connection takes some milliseconds. If it takes longer than this, the caller continues, and the next request
+# waits for it again. Without this limit, a call that publishes would wait for a slow server.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -80,13 +77,11 @@ class _PendingRequest:
 class OneWay:
     """A sender of requests with one connection, which is made when it is first needed. Thread-safe and fork-safe.
 
-    A request that cannot be sent is dropped and logged. The only effect of a dropped request is that another process
-    waits longer.
+    A request that cannot be sent is dropped and logged: another process then waits longer.
     """
 
-    def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
+    def __init__(self, database: BrokerDatabase) -> None:
         self._database = database
-        self._name = name
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -109,9 +104,9 @@ class OneWay:
     def send(self, *requests: Request) -> None:
         """Write the requests in this order and return at once. No error of the server or the network is raised.
 
-        The call of `send` waits for a moment in two cases. If the server hangs while this process connects, the call
-        waits up to 1 s, and the next attempt to connect follows some seconds later. If a hundred requests have no
-        answer yet, the call waits 0.1 s once. The next call of `send` writes the requests that are still queued.
+        It waits up to 1 s if the server hangs while this process connects (the next attempt follows some seconds
+        later), and 0.1 s once if a hundred requests have no answer yet. The next call writes the requests that are
+        still queued.
         """
         if self._pid != os.getpid():
             self._notice_fork()
@@ -119,8 +114,8 @@ class OneWay:
             self._drop(len(requests), "the server does not keep up")
             return
         self._queued.extend(map(_PendingRequest, requests))
-        # The thread that finds the connection free writes the requests of all threads. After releasing the connection,
-        # this thread checks the queue again. So no thread waits for the connection, and no request stays in the queue.
+        # The thread that finds the connection free writes the requests of all threads, then checks the queue again. So
+        # no thread waits for the connection, and no request stays in the queue.
         while self._queued and self._lock.acquire(blocking=False):
             try:
                 can_write = self._write()
@@ -197,9 +192,7 @@ class OneWay:
                 self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
                 return False
         except BaseException as error:
-            # The signal handler of a time limit may have raised an exception during this call, or a request could not
-            # be written. After such an exception or failed write, this code does not know which requests were written
-            # and which answers were read.
+            # After the exception of a signal handler or a failed write, it is not known which requests were written.
             self._lose(error)
             raise
 
@@ -275,8 +268,7 @@ class OneWay:
             elif self._unanswered[0].request is _WHOSE_SESSION and result.get_value(0, 0) == b"%d" % pgconn.backend_pid:
                 self._prepared = {}
         if not self._unanswered:
-            # A server that ends a session first sends the reason and then closes the connection. This second read finds
-            # the end of the connection.
+            # A server that ends a session first sends the reason. This second read finds the end of the connection.
             pgconn.consume_input()
 
     def _refused(self, result: PGresult) -> None:
@@ -318,7 +310,7 @@ class OneWay:
         if self._connecting is None:
             if now < self._connect_not_before:
                 return
-            self._connecting = connect_generator(self._database.session_conninfo(self._name))
+            self._connecting = connect_generator(self._database.session_conninfo("outbox-one-way"))
             self._wanted = next(self._connecting)
             self._give_up_at = now + _CONNECT_SECONDS
             patience = _CONNECT_WAIT_SECONDS

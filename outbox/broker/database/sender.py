@@ -101,10 +101,10 @@ def prepared_on(connection: Connection) -> dict[bytes, bytes] | None:
 
 
 def can_send(connection: Connection) -> bool:
-    """Whether this module may send a single statement now. If not, psycopg has to send it.
+    """Whether this module may send a single statement now.
 
-    psycopg has to send the statement in these cases: a pipeline is open, psycopg would first send BEGIN, the session
-    has another client encoding than UTF-8, or the connection is closed.
+    psycopg has to send it if a pipeline is open, if it would first send BEGIN, if the session has another client
+    encoding than UTF-8, or if the connection is closed.
     """
     pgconn = connection.pgconn
     status = pgconn.transaction_status
@@ -337,9 +337,7 @@ class RoundTrip:
     def finish(self) -> list[list[Row]]:
         """Wait for the answers and return the rows of each statement.
 
-        After a failed statement, the server executes no later statement.
-
-        Raises psycopg's error for the first statement that failed.
+        Raises psycopg's error for the first statement that failed: the server executes no later one.
         """
         found, error = self.finish_all()
         if error is not None:
@@ -380,8 +378,7 @@ class RoundTrip:
         poll = select.poll()
         poll.register(pgconn.socket, select.POLLIN)
         while pgconn.flush():
-            # Read the arriving answers while sending. If this code only sent, client and server could wait for each
-            # other.
+            # Read the arriving answers while sending, or client and server could wait for each other.
             poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
             poll.poll()
             pgconn.consume_input()

@@ -1,12 +1,8 @@
 """Lift the timeouts that a role or database sets, and set the broker's own limits.
 
-The timeouts of a role or database are meant for applications. With such timeouts the broker could never finish a long
-backlog, because each attempt would be interrupted and would start again from the beginning. The broker's own waits have
-their own limits.
-
-Behind a pooler, timeouts are set with SET LOCAL in the first statement of a transaction, because a pooler in
-transaction mode passes a setting of the session on to other clients. The timeouts of a role still apply to a send,
-which is part of a request of the application.
+With the timeouts that are meant for applications, the broker could never finish a long backlog. Behind a pooler, they
+are lifted for one transaction, because a pooler passes a setting of the session on to other clients. They still apply
+to a send, which is part of a request of the application.
 """
 
 from __future__ import annotations
@@ -34,21 +30,14 @@ LIFT: Final = Statement(_LIFT.replace("$1", "%(local)s"))
 
 
 def lift_for_session(connection: Connection) -> None:
-    """Lift the timeouts of a direct connection.
-
-    Do not call this function behind a pooler in transaction mode: it would lift the timeouts of other clients, too.
-    """
+    """Lift the timeouts of a direct connection. Behind a pooler, it would lift those of other clients, too."""
     _lift(connection, local=False)
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """Lift the timeouts of the session if there is no pooler, and return whether they were lifted.
+    """Lift the timeouts of the session if there is no pooler; else the caller opens each transaction with `lifted`.
 
-    If the result is False, the caller has to open each transaction with `lifted`.
-
-    The function asks the server whether there is a pooler, and does not trust the settings. With LISTEN_URL = "" the
-    settings say that every connection goes through a pooler. A connection may be direct in spite of this setting, and
-    its session then has the timeouts of its role.
+    It asks the server, because with LISTEN_URL = "" a connection may be direct in spite of the settings.
     """
     with cursor_on(connection) as cursor:
         cursor.execute(_LIFT_WHERE_DIRECT, [False, connection.info.backend_pid])
@@ -61,10 +50,7 @@ def limit_locks_for_session(connection: Connection) -> None:
 
 
 def lift_for_transaction(connection: Connection) -> None:
-    """Lift the timeouts for the open transaction only; safe behind a pooler.
-
-    Call this function before any other statement.
-    """
+    """Lift the timeouts for the open transaction only, before any other statement; safe behind a pooler."""
     _lift(connection, local=True)
 
 
@@ -78,21 +64,14 @@ def lifted(connection: Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_limited(connection: Connection) -> Iterator[None]:
-    """Open a transaction (or savepoint) that waits at most one second for a lock; safe behind a pooler.
-
-    If a statement has waited one second for a lock, it raises LockNotAvailable. So the caller reports a locked table
-    instead of waiting for the table.
-    """
+    """Open a transaction (or savepoint) that raises LockNotAvailable after one second of waiting for a lock."""
     with connection.transaction():
         connection.execute(_LIMIT)
         yield
 
 
 def lasts(connection: Connection) -> bool:
-    """Whether the connection keeps its session.
-
-    A pooler in transaction mode may give each transaction another session.
-    """
+    """Whether the connection keeps its session: a pooler may give each transaction another one."""
     return isinstance(connection, BrokerConnection) and connection.is_direct
 
 

@@ -6,13 +6,12 @@ stored under an older epoch never counts.
 
 - Term: a lease lasts for `lease_seconds`. A separate thread with its own connection renews the lease three times per
   term, so a queue keeps its owner during a long handler call.
-- Trust: the owner notes the time *before* it sends a renewal. If the renewal succeeds, the owner relies on its lease
-  for `lease_seconds` from the noted time on. The owner measures this time with a monotonic clock that also counts
-  while the machine sleeps. In the database, the lease never ends before the owner stops relying on it.
-- Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers. If the owner was frozen,
-  it finds its lease expired as soon as it runs again. Handlers that were running when the lease expired may still take
-  effect. Two checks prevent that such a message takes effect twice: the inbox stores only one row per message, and an
-  invoker calls `outbox.utils.fence.check` before it commits.
+- Trust: if a renewal succeeds, the owner relies on its lease for `lease_seconds` from the time *before* it sent the
+  renewal, by a monotonic clock that also counts while the machine sleeps. In the database, the lease never ends before.
+- Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers; after a freeze, it finds
+  its lease expired as soon as it runs again. Handlers that were running when the lease expired may still take effect.
+  Two checks prevent that a message takes effect twice: the inbox stores only one row per message, and an invoker calls
+  `outbox.utils.fence.check` before it commits.
 """
 
 from __future__ import annotations
@@ -70,20 +69,15 @@ RETURNING queue_id, epoch
 def acquire(
     run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, life: UUID, term_seconds: float
 ) -> list[Lease]:
-    """Acquire leases that are free, expired, or already stored for this owner. Return the acquired leases.
-
-    Leases of other owners stay unchanged.
-    """
+    """Acquire leases that are free, expired, or already stored for this owner. Return the acquired leases."""
     sent = lease_clock()
-    rows = run.execute(
-        _ACQUIRE,
-        {"group_id": group_id, "owner": owner, "term": term_seconds, "queue_ids": arrays.integers(queue_ids)},
-    )
+    wanted = {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
+    rows = run.execute(_ACQUIRE, {**wanted, "owner": owner, "term": term_seconds})
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Selects those of the given leases that the owner still holds. All statements lock the rows in the same order, so no
-# two statements can deadlock.
+# Those of the given leases that the owner still holds. All statements lock the rows in the same order, so that no two
+# can deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
@@ -96,21 +90,14 @@ FROM (
 WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id
 """
 
-_RENEW = Statement(
-    """
-UPDATE {schema}.queue_lease AS held
+_RENEW = Statement(f"""
+UPDATE {{schema}}.queue_lease AS held
 SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
-"""
-    + _THAT_ARE_OURS
-    + "RETURNING held.group_id, held.queue_id"
-)
+{_THAT_ARE_OURS}RETURNING held.group_id, held.queue_id""")
 
 
 def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
-    """Prolong leases.
-
-    Return the keys of the leases that this owner still holds; this owner has lost all other leases of `held`.
-    """
+    """Prolong leases. Return the keys of those that this owner still holds."""
     sent = lease_clock()
     rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}
@@ -126,10 +113,7 @@ _RELEASE = Statement(
 
 
 def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
-    """Release leases, so that other processes can acquire them at once.
-
-    The epoch of a lease stays unchanged, and the next owner raises the epoch.
-    """
+    """Release leases, so that other processes can acquire them at once. The epoch stays; the next owner raises it."""
     return run.count(_RELEASE, _named(owner, held))
 
 
@@ -154,14 +138,9 @@ WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s 
 
 def stop(run: Executor, owner: UUID, lease: Lease, reason: str) -> bool:
     """Mark a queue as stopped by on_error=STOP of a subscription. Return False if this owner has lost the lease."""
-    parameters = {
-        "reason": reason,
-        "group_id": lease.key[0],
-        "queue_id": lease.key[1],
-        "epoch": lease.epoch,
-        "owner": owner,
-    }
-    return run.count(_STOP, parameters) == 1
+    group_id, queue_id = lease.key
+    place = {"group_id": group_id, "queue_id": queue_id, "epoch": lease.epoch, "owner": owner}
+    return run.count(_STOP, {**place, "reason": reason}) == 1
 
 
 def _named(owner: UUID, held: Sequence[Lease]) -> dict[str, object]:

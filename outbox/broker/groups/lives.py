@@ -1,14 +1,12 @@
 """A process may use a remembered position only in the same life of the broker in which it read the position.
 
-A crash of the server loses the ticks that had not reached the disk. A failover or a restore may lose more ticks. Later
-ticks then give the offsets of the lost ticks to other messages. So each start, crash, promotion or restore of the
-server begins a new life. A restore may leave the connections of running processes open. Therefore each process that
-remembers positions reads the life on each new connection, and in each round of its coordinator.
+A crash of the server, a failover or a restore may lose ticks, and later ticks give their offsets to other messages. So
+each start, crash, promotion or restore of the server begins a new life. A restore may leave connections open, so each
+process that remembers positions reads the life on each new connection, and in each round of its coordinator.
 
-The first process that reads the life after a start, crash, promotion or restore begins the new life. This process
-raises the epochs of the leases, so that no process can store anything under an older epoch. If a stored offset is
-beyond the end of its queue, the process moves the offset back to that end. The leader makes no tick before the new life
-has begun.
+The first process that reads the life afterwards begins it: it raises the epochs of the leases, so that no process can
+store anything under an older one, and moves offsets beyond the end of their queue back. The leader makes no tick
+before.
 
 See decision 145.
 """
@@ -65,12 +63,10 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 
 
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
-    """For each life after `life`, return the heads of the queues at the beginning of that life, by queue id.
+    """For each life after `life`, return the heads of the queues at its beginning, by queue id; 0 for a missing queue.
 
-    If a queue is missing in a mapping, its head was 0.
-
-    For an unknown `life`, this function returns the heads of all lives. Too many heads only make a process read
-    messages again, but a missing head could make a process skip messages.
+    For an unknown `life`, it returns the heads of all: too many heads only make a process read messages again, but a
+    missing one could make it skip messages.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

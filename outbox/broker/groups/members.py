@@ -1,8 +1,5 @@
 """The live members and the queues of a consumer group, the outages of its members, and what dead members still hold.
 
-Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
-subscription pauses, and the member records an outage.
-
 See decision 232.
 """
 
@@ -51,10 +48,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue of a group as the database shows it.
-
-    For a retry queue, `topic` is None, and `retried_topic` is the topic whose messages the queue has.
-    """
+    """A queue of a group. For a retry queue, `topic` is None, and `retried_topic` the topic whose messages it has."""
 
     group_id: int
     queue_id: int
@@ -120,8 +114,7 @@ def heartbeat(
 ) -> None:
     """Let the memberships of this instance expire `term_seconds` from now, and store its running calls for operators.
 
-    `topics` maps each group id to the topics to which this instance subscribes. `draining`: the process takes no more
-    messages.
+    `topics`: those to which this instance subscribes, by group id. `draining`: the process takes no more messages.
     """
     parameters = {
         "instance": instance,
@@ -159,9 +152,9 @@ DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s
 
 
 def leave_groups(run: Executor, instance: UUID) -> None:
-    """Remove this instance from its groups, so that the other members acquire its queues at once.
+    """Remove this instance and its outages, so that the other members acquire its queues at once.
 
-    The function also removes the outages of this instance, and those that no instance has updated for a day.
+    Also removes the outages that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     for rows in hooks.subscription_rows.values():
@@ -191,9 +184,9 @@ WHERE host = %(host)s AND process <> '' AND expires_at > clock_timestamp()
 def release_the_ended(run: Executor) -> None:
     """Let the ended processes of this machine leave their groups, when another one starts.
 
-    After `kill -9` of a whole worker, no supervisor is left that would release the leases of its processes, and without
-    this function their queues would stand still until the leases expire. Their messages go into quarantine only if a
-    supervisor has seen the process die: this function does not know why a process has ended.
+    After `kill -9` of a whole worker, no supervisor is left that would release their leases, and their queues would
+    stand still until the leases expire. Their messages go into quarantine only if a supervisor has seen the process
+    die: this function does not know why a process has ended.
     """
     for instance, pid, process in run.rows(_OF_THIS_MACHINE, {"host": socket.gethostname()}):
         if has_ended(process):
@@ -230,9 +223,8 @@ def report_outage(
     run.execute(_REPORT_OUTAGE, {**place, "error": error, "ago": seconds_ago, "pause": pause_seconds})
 
 
-# The last process whose subscription continues records the incident, so a group has at most one for each outage of a
-# topic. An outage that continues an earlier one began before the incident of that one, and extends it. The
-# incident keeps the earliest begin: the first failure of another process may be later.
+# The last process whose subscription continues records the incident. An outage that began before the incident of an
+# earlier one extends it; the incident keeps the earliest begin.
 _END_OUTAGE = Statement("""
 WITH ended AS (
     DELETE FROM {schema}.outage
@@ -264,8 +256,7 @@ SELECT 'outage', subject, 'from ' || began || rest FROM told WHERE NOT EXISTS (S
 def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int, *, has_succeeded: bool) -> None:
     """Remove the outage of a subscription of this instance, because the subscription continues.
 
-    Record an incident only if a call has succeeded: otherwise the service may still be down. If the outage has
-    continued an earlier one, extend the incident of that one instead.
+    Record an incident only if a call has succeeded: otherwise the service may still be down.
     """
     place = {"instance": instance, "group_id": group_id, "topic_id": topic_id}
     run.execute(_END_OUTAGE, {**place, "has_succeeded": has_succeeded})
@@ -292,21 +283,18 @@ def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
 
 # The members consume the queues of one layout of a topic at a time. They consume the queues of a newer layout when the
 # group has consumed all queues of the older layouts.
-_SHARED: Final = (
-    """
+_SHARED: Final = f"""
 WITH wanted AS (
-    SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
+    SELECT s.group_id, s.topic_id, t.name FROM {{schema}}.subscription s JOIN {{schema}}.topic t USING (topic_id)
     WHERE s.group_id = ANY(%(group_ids)s::integer[])
     UNION ALL
-    SELECT t.retry_of, t.topic_id, NULL FROM {schema}.topic t WHERE t.retry_of = ANY(%(group_ids)s::integer[])
+    SELECT t.retry_of, t.topic_id, NULL FROM {{schema}}.topic t WHERE t.retry_of = ANY(%(group_ids)s::integer[])
 ), candidate AS (
     SELECT w.group_id, w.name, q.queue_id, q.topic_id, q.layout, q.number,
            q.closed_at IS NOT NULL AND coalesce(position.next_offset, 0) >= q.closed_at AS consumed
     FROM wanted w
-    JOIN {schema}.queue q USING (topic_id)
-    LEFT JOIN LATERAL """
-    + newest_offset("w.group_id", "q.queue_id", only="q.closed_at IS NOT NULL")
-    + """ AS position ON true
+    JOIN {{schema}}.queue q USING (topic_id)
+    LEFT JOIN LATERAL {newest_offset("w.group_id", "q.queue_id", only="q.closed_at IS NOT NULL")} AS position ON true
 ), turn AS (
     SELECT group_id, topic_id, min(layout) AS layout FROM candidate WHERE NOT consumed GROUP BY 1, 2
 )
@@ -314,12 +302,11 @@ SELECT c.group_id, c.queue_id, c.name AS topic, c.number, l.owner, coalesce(l.ep
        coalesce(l.expires_at < clock_timestamp(), true) AS expired, l.stopped, retried.name AS retried_topic
 FROM candidate c
 JOIN turn USING (group_id, topic_id, layout)
-LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
-LEFT JOIN {schema}.topic retried ON c.name IS NULL AND retried.topic_id = c.number
+LEFT JOIN {{schema}}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
+LEFT JOIN {{schema}}.topic retried ON c.name IS NULL AND retried.topic_id = c.number
 WHERE NOT c.consumed
 ORDER BY c.group_id, c.topic_id, c.number
 """
-)
 
 
 _NAMES = Statement("""
@@ -351,8 +338,7 @@ class GroupSnapshot:
     life: UUID | None
 
 
-# All data is read in one statement, because every consumer process executes this statement every second and usually
-# finds no change.
+# One statement, because every consumer process executes it every second and usually finds no change.
 _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
@@ -362,10 +348,7 @@ SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS 
 
 
 def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
-    """Read the data of these groups in one snapshot, with the queues that the groups should consume now.
-
-    Every instance gets the members in the same order.
-    """
+    """Read the data of these groups in one snapshot. Every instance gets the members in the same order."""
     states, alive, queues, life = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
     for row in alive:

@@ -8,9 +8,8 @@ entries before that position. This equation is true for every row:
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-The consumer counts each number on the right side separately. `moved` counts the entries that an offset reset skipped,
-minus the entries that a reset made the group read again. A former owner may still append rows under its old epoch, but
-such a row never becomes the position of the group.
+`moved` counts the entries that an offset reset skipped, minus the entries that a reset made the group read again. A
+former owner may still append rows under its old epoch, but such a row never becomes the position of the group.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class OffsetRow:
 def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: LiteralString = "") -> LiteralString:
     """Return SQL (for LATERAL) that selects the stored row that counts for a group and a queue.
 
-    `group_id` and `queue_id` are SQL expressions.
-
-    `only` is an SQL condition. If this condition is false, PostgreSQL does not read the row.
+    All are SQL expressions. If the condition `only` is false, PostgreSQL does not read the row.
     """
     return (
         "(SELECT stored.* FROM {schema}.consumer_offset stored WHERE stored.group_id = "
@@ -82,23 +79,16 @@ def positions(run: Executor, group_id: int, queue_id: int) -> list[tuple[int, in
     return [(row[0], row[1]) for row in run.rows(_POSITIONS, {"group_id": group_id, "queue_id": queue_id})]
 
 
-_LOAD = Statement(
-    """
+_LOAD = Statement(f"""
 SELECT wanted.queue_id, coalesce(newest.next_offset, 0), coalesce(newest.start_offset, 0),
        coalesce(newest.handled, 0), coalesce(newest.filtered, 0), coalesce(newest.skipped, 0),
        coalesce(newest.sent_back, 0), coalesce(newest.dead, 0), coalesce(newest.expired, 0), coalesce(newest.moved, 0)
 FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
-LEFT JOIN LATERAL """
-    + newest_offset("%(group_id)s", "wanted.queue_id")
-    + " AS newest ON true"
-)
+LEFT JOIN LATERAL {newest_offset("%(group_id)s", "wanted.queue_id")} AS newest ON true""")
 
 
 def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
-    """Return the positions by queue id.
-
-    If a queue has no row, the queue is newer than the group, and the position is 0.
-    """
+    """Return the positions by queue id. A queue without a row is newer than the group, and its position is 0."""
     rows = run.rows(_LOAD, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})
     # The columns after the queue id have the names and the order of the fields of Position.
     return {queue_id: Position(*position) for queue_id, *position in rows}
@@ -157,9 +147,7 @@ _PLACE = Statement(_INSERT + "SELECT given.* FROM " + _GIVEN, _TYPES)
 
 
 def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
-    """Store positions in one statement.
-
-    Return the keys of the leases that this owner still holds; this owner has lost all other leases of `rows`.
+    """Store positions in one statement. Return the keys of the leases that this owner still holds.
 
     Every call needs new ordinals, because the rows of an earlier call may be stored although its answer was lost.
     """
@@ -186,14 +174,8 @@ ON CONFLICT DO NOTHING
 
 def store_starts(run: Executor, group_id: int, starts: Mapping[int, int]) -> None:
     """Store start offsets of a group. If the group already has a position on a queue, that position stays unchanged."""
-    run.execute(
-        _STORE_STARTS,
-        {
-            "group_id": group_id,
-            "queue_ids": arrays.integers(list(starts)),
-            "starts": arrays.bigints(list(starts.values())),
-        },
-    )
+    queue_ids, offsets = arrays.integers(list(starts)), arrays.bigints(list(starts.values()))
+    run.execute(_STORE_STARTS, {"group_id": group_id, "queue_ids": queue_ids, "starts": offsets})
 
 
 def _columns(rows: Sequence[OffsetRow]) -> list[tuple[int, ...]]:

@@ -2,18 +2,16 @@
 
 A group handles each quarantined message alone, and then removes the message from quarantine or gives it up.
 
-The parent process sees its child process die, and knows which handler calls were running in the child. One of the
-messages of the running calls may be a poison message, so all these messages go into quarantine (table
-`quarantined_message`). A consumer process handles a quarantined message alone, and a group handles one such message at
-a time. Before the attempt, the process commits a note about the attempt. If the handler returns a result or raises an
-error, the process removes the message from quarantine. If a process dies while it handles only this message, one death
-is counted against the message. After the third such death, the message becomes a dead letter.
+When a process dies, its parent puts the messages of the running calls into quarantine (table `quarantined_message`),
+because one of them may be a poison message. A process handles a quarantined message alone, and a group handles one such
+message at a time. Before the attempt, the process commits a note; if the handler returns or raises, it removes the
+message from quarantine. If a process dies while it handles only this message, one death is counted against it, and
+after the third one the message becomes a dead letter.
 
-If a whole host fails, the parent process dies too, so no process records the death of the child. In this case, the note
-shows that an instance has vanished during an attempt. Vanished instances count as deaths if they were on at least two
-hosts. If an instance was only frozen or cut off and continues, it deletes the record that it has vanished. The group
-gives up an innocent message only if its process is killed from outside in each of three attempts. An operator can
-replay such an innocent message from the dead letters.
+If a whole host fails, no parent records the death, but the note shows that an instance has vanished during an attempt.
+Vanished instances count as deaths if they were on at least two hosts. An instance that was only frozen or cut off
+deletes the record when it continues. The group gives up an innocent message only if its process is killed from outside
+in each of three attempts; an operator can replay it from the dead letters.
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3
-# While another instance handles a quarantined message of the group, an instance waits this long (seconds) before it
-# asks again.
+# The wait (seconds) while another instance handles a quarantined message of the group.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# The wait (seconds) before the next attempt. After 0, 1, 2, 3, … deaths and vanished instances, the wait is 0, 1, 4,
-# 16, … seconds, and at most ten minutes.
+# The wait (seconds) before the next attempt: after 0, 1, 2, 3, … deaths and vanished instances 0, 1, 4, 16, …, at
+# most ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -49,10 +46,7 @@ class RunningCall:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedMessage:
-    """The data about a quarantined message that the instances of its group need.
-
-    The fields are columns of the table `quarantined_message`.
-    """
+    """A row of the table `quarantined_message`."""
 
     group_id: int
     log_id: int
@@ -62,33 +56,23 @@ class QuarantinedMessage:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAttempt:
-    """Whether a quarantined message may be handled now.
-
-    `wait_seconds`: the time after which the caller may ask again; 0 if the attempt may begin now. `deaths`: the reason
-    why the group gives the message up; '' if the group does not give it up.
-    """
+    """Whether a quarantined message may be handled now: at once, after `wait_seconds`, or never because of `deaths`."""
 
     wait_seconds: float = 0.0
     deaths: str = ""
 
 
-_QUARANTINE = Statement(
-    """
-INSERT INTO {schema}.quarantined_message AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
+_QUARANTINE = Statement(f"""
+INSERT INTO {{schema}}.quarantined_message AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
 SELECT DISTINCT ON (group_id, log_id) group_id, log_id, call_size, deaths, %(hung)s, %(evidence)s,
-       clock_timestamp() + make_interval(secs => """
-    + _PAUSE.format("deaths")
-    + """)
+       clock_timestamp() + make_interval(secs => {_PAUSE.format("deaths")})
 FROM unnest(%(group_ids)s::integer[], %(log_ids)s::bigint[], %(sizes)s::integer[], %(deaths)s::integer[])
     AS given (group_id, log_id, call_size, deaths)
 ORDER BY group_id, log_id
 ON CONFLICT (group_id, log_id) DO UPDATE
 SET call_size = excluded.call_size, deaths = known.deaths + excluded.deaths, hung = known.hung AND excluded.hung,
     evidence = excluded.evidence, seen_at = clock_timestamp(),
-    due_at = clock_timestamp() + make_interval(secs => """
-    + _PAUSE.format("known.deaths + excluded.deaths")
-    + ")"
-)
+    due_at = clock_timestamp() + make_interval(secs => {_PAUSE.format("known.deaths + excluded.deaths")})""")
 _END_ATTEMPTS = Statement("""
 UPDATE {schema}.quarantined_message SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s
 """)
@@ -108,15 +92,14 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
         run.execute(_WITHDRAW, {"instance": instance})
         run.execute(_END_ATTEMPTS, {"instance": instance})
         if quarantined:
+            group_ids, log_ids, sizes = zip(*quarantined, strict=True)
             parameters = {
-                "group_ids": arrays.integers([group_id for group_id, _, _ in quarantined]),
-                "log_ids": arrays.bigints([log_id for _, log_id, _ in quarantined]),
-                "sizes": arrays.integers([size for _, _, size in quarantined]),
+                "group_ids": arrays.integers(group_ids),
+                "log_ids": arrays.bigints(log_ids),
+                "sizes": arrays.integers(sizes),
                 "deaths": arrays.integers([int(alone)] * len(quarantined)),
-                "hung": hung,
-                "evidence": evidence,
             }
-            run.execute(_QUARANTINE, parameters)
+            run.execute(_QUARANTINE, {**parameters, "hung": hung, "evidence": evidence})
         leases.release_all(run, instance)
         members.leave_groups(run, instance)
 
@@ -142,31 +125,27 @@ _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = 
 
 # If an instance vanishes while it tries several messages, or while other calls run, its end proves nothing about any
 # single message.
-_NOTE_VANISHED = Statement(
-    """
+_NOTE_VANISHED = Statement(f"""
 WITH gone AS (
     SELECT s.group_id, s.log_id, s.tried_by, s.tried_on,
-           NOT s.hung AND (SELECT count(*) = 1 FROM {schema}.quarantined_message t
+           NOT s.hung AND (SELECT count(*) = 1 FROM {{schema}}.quarantined_message t
                            WHERE t.tried_by = s.tried_by) AS alone,
-           s.deaths + (SELECT count(*)::integer FROM {schema}.vanished_trial v
+           s.deaths + (SELECT count(*)::integer FROM {{schema}}.vanished_trial v
                        WHERE v.group_id = s.group_id AND v.log_id = s.log_id) + 1 AS times
-    FROM {schema}.quarantined_message s
+    FROM {{schema}}.quarantined_message s
     WHERE s.group_id = %(group_id)s AND s.tried_by IS NOT NULL
-      AND NOT EXISTS (SELECT FROM {schema}.consumer c
+      AND NOT EXISTS (SELECT FROM {{schema}}.consumer c
                       WHERE c.instance_id = s.tried_by AND c.group_id = s.group_id AND c.expires_at > clock_timestamp())
 ), noted AS (
-    INSERT INTO {schema}.vanished_trial (group_id, log_id, instance_id, host)
+    INSERT INTO {{schema}}.vanished_trial (group_id, log_id, instance_id, host)
     SELECT group_id, log_id, tried_by, tried_on FROM gone WHERE alone
     ON CONFLICT DO NOTHING
 )
-UPDATE {schema}.quarantined_message s
+UPDATE {{schema}}.quarantined_message s
 SET tried_by = NULL, tried_on = NULL, seen_at = clock_timestamp(),
-    due_at = clock_timestamp() + make_interval(secs => """
-    + _PAUSE.format("gone.times")
-    + """)
+    due_at = clock_timestamp() + make_interval(secs => {_PAUSE.format("gone.times")})
 FROM gone WHERE s.group_id = gone.group_id AND s.log_id = gone.log_id
-"""
-)
+""")
 _STANDING = Statement("""
 SELECT s.deaths + CASE WHEN gone.hosts >= 2 THEN gone.times ELSE 0 END AS deaths, s.evidence,
        greatest(0, extract(epoch FROM s.due_at - clock_timestamp()))::double precision AS seconds
@@ -235,16 +214,12 @@ def clear(run: Executor, group_id: int, log_ids: Sequence[int]) -> None:
     run.execute(_CLEAR, {"group_id": group_id, "log_ids": arrays.bigints(log_ids)})
 
 
-_HANG = Statement(
-    """
-UPDATE {schema}.quarantined_message
+_HANG = Statement(f"""
+UPDATE {{schema}}.quarantined_message
 SET deaths = deaths + 1, evidence = %(evidence)s, seen_at = clock_timestamp(), call_size = 1, tried_by = NULL,
-    tried_on = NULL, due_at = clock_timestamp() + make_interval(secs => """
-    + _PAUSE.format("deaths + 1")
-    + """)
+    tried_on = NULL, due_at = clock_timestamp() + make_interval(secs => {_PAUSE.format("deaths + 1")})
 WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
-"""
-)
+""")
 
 
 def record_hang(run: Executor, group_id: int, log_ids: Sequence[int], evidence: str) -> None:
@@ -268,7 +243,6 @@ _FORGET = Statement("DELETE FROM {schema}.quarantined_message WHERE seen_at < cl
 def forget_the_old(run: Executor) -> None:
     """Delete the quarantined messages that no instance has handled for a week.
 
-    A quarantined message is not handled if a reset has skipped it, if retention has removed it, or if its group does
-    not run.
+    A reset has skipped them, retention has removed them, or their group does not run.
     """
     run.execute(_FORGET)

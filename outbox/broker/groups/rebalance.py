@@ -1,8 +1,7 @@
 """Compute which instance of a group consumes which queue, with pure functions whose input all instances can read.
 
-Every instance computes the whole assignment from the same members and queues, and takes its own share. So the group
-needs no central coordinator. If two instances see different members for a moment, both may want the same queue. Only
-one of these two instances gets the lease, so correctness does not depend on the assignment.
+Every instance computes the whole assignment, and takes its own share. If two instances see different members for a
+moment, both may want the same queue, but only one gets the lease.
 """
 
 from __future__ import annotations

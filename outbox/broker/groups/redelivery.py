@@ -2,21 +2,17 @@
 
 A message leaves its queue if it is claimed, or if it is of a version that only newer code knows (decision 251).
 
-The handler of a claimed message may run for minutes. So that the queue's offset need not wait, the consumer marks the
-message as finished in its queue (sent back), and schedules it for the retry queue of its group, due at the end of the
-claim's term, without counting an attempt. While the handler runs, the consumer moves the due time of this row. When the
-handler has returned, the row is due at once, and the inbox row makes the redelivery a duplicate. The column `claimed`
-says that the row waits for the end of a claim, and not for another attempt; a recall does not take such a row.
-
-The row is found by (log id, retry queue, attempt). If the leader has already queued the message, no row is found, and
-the next consumer decides about the message. So each statement takes effect at most once.
-
-See decision 203.
+So that the queue's offset need not wait for the handler of a claim, the consumer marks the message as finished in its
+queue (sent back), and schedules it for the retry queue of its group, due at the end of the claim's term. While the
+handler runs, the consumer moves the due time. When it has returned, the row is due at once, and the inbox row makes the
+redelivery a duplicate. The column `claimed` says that the row waits for the end of a claim, and not for another
+attempt; a recall does not take such a row. If the leader has queued the message meanwhile, no row is found, and the
+next consumer decides about it, so each statement takes effect at most once. See decision 203.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 from uuid import UUID
 
@@ -79,10 +75,8 @@ def leave_queue(
 ) -> bool:
     """Let the message at `offset` leave its queue: deliver it again after `seconds`, without an attempt.
 
-    `passed`: the offsets whose `finished_ahead` rows are not needed any more, because the stored offset has passed
-    them.
-
-    Return False, and store nothing, if this owner has lost the queue. A second call has no further effect.
+    `passed`: the offsets whose `finished_ahead` rows are not needed any more. Return False, and store nothing, if this
+    owner has lost the queue. A second call has no further effect.
     """
     group_id, queue_id = lease.key
     parameters = {
@@ -95,7 +89,7 @@ def leave_queue(
         "is_claimed": is_claimed,
         "swept_offset": passed[0],
         "stored_offset": passed[1],
-        **_place(redelivery),
+        **asdict(redelivery),
     }
     return bool(run.one(_LEAVE, parameters)[0])
 
@@ -112,7 +106,7 @@ def postpone(run: Executor, redelivery: Redelivery, *, seconds: float, is_claime
 
     Return False if the message does not wait for its redelivery any more.
     """
-    return run.count(_POSTPONE, {"seconds": seconds, "is_claimed": is_claimed, **_place(redelivery)}) > 0
+    return run.count(_POSTPONE, {"seconds": seconds, "is_claimed": is_claimed, **asdict(redelivery)}) > 0
 
 
 _RECORD: Final = Statement("""
@@ -159,11 +153,10 @@ def record_failure(
     error: str,
     seconds: float = 0.0,
 ) -> bool:
-    """Store a failed attempt at a message that has left its queue.
+    """Store a failed attempt, which is the number `attempts`, at a message that has left its queue.
 
-    If `dead`, the message becomes a dead letter. Otherwise it is delivered again after `seconds`. `attempts` is the
-    number of attempts so far, including this attempt. Return False, and store nothing, if the message does not wait for
-    its redelivery any more.
+    If `dead`, the message becomes a dead letter. Otherwise it is delivered again after `seconds`. Return False, and
+    store nothing, if it does not wait for its redelivery any more.
     """
     parameters = {
         "group_id": group_id,
@@ -172,14 +165,6 @@ def record_failure(
         "next_attempt": min(redelivery.attempt + 1, MAX_ATTEMPTS),
         "error": error,
         "seconds": seconds,
-        **_place(redelivery),
+        **asdict(redelivery),
     }
     return int(run.one(_RECORD, parameters)[0]) > 0
-
-
-def _place(redelivery: Redelivery) -> dict[str, int]:
-    return {
-        "log_id": redelivery.log_id,
-        "retry_queue_id": redelivery.retry_queue_id,
-        "attempt": redelivery.attempt,
-    }

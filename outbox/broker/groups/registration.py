@@ -1,9 +1,8 @@
 """Register a subscription with its group and its start position, and make the group's retry queues.
 
-A group has one retry queue per topic, because processes of one group may subscribe to different topics, and the retries
-of a topic need a process that subscribes to it. A process makes the retry queue of a topic when a message of this topic
-fails for the first time. The retry queues belong to the retry topic of the group. The number of a retry queue is the id
-of the topic that it serves.
+A group has one retry queue per topic, because the retries of a topic need a process that subscribes to it. It is made
+when a message of the topic fails for the first time. The retry queues belong to the retry topic of the group, and the
+number of a retry queue is the id of the topic that it serves.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ ORDER BY joined_at LIMIT 1
 def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
     """Register a subscription with its group and its first offsets, in one idempotent transaction.
 
-    `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InconsistentSubscription if
-    another live instance of the group uses another mode or filter for the topic, or InvalidSubscription if the group is
-    stored with another value of `broadcast`. If no other live instance uses the stored mode and filter, the broker
-    stores the new mode and filter instead.
+    `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic, InconsistentSubscription if another live
+    instance of the group uses another mode or filter for the topic, and InvalidSubscription if the group is stored with
+    another value of `broadcast`. If no other live instance uses the stored mode and filter, the new ones replace them.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -134,8 +132,7 @@ def unknown_group(group: str) -> UnknownGroup:
     )
 
 
-# Only one process at a time may make queues of a group or register with the group. All other processes wait for the
-# lock on this row.
+# Only one process at a time makes queues of a group or registers with it; the others wait for the lock on this row.
 _GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)

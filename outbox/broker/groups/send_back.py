@@ -1,9 +1,10 @@
 """Decide what to do with failed messages, and record it in one statement that is fenced by the leases.
 
-This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules a failed message for the group's
-retry queue. The message is due after the delay of its retry level. After the last attempt, the statement makes the
-message a dead letter. For every failed attempt, the table `failure` has a row with the error. If the time limit of a
-message was over before an attempt began, the statement stores a row of `timed_out` instead.
+A failed message is scheduled for the group's retry queue, due after the delay of its retry level; after the last
+attempt, it is made a dead letter. For every failed attempt, the table `failure` has a row with the error; if the time
+limit of a message was over before an attempt began, `timed_out` has a row instead.
+
+This corresponds to RocketMQ's consumerSendMsgBack.
 """
 
 from __future__ import annotations
@@ -61,10 +62,9 @@ def judge(
 ) -> FailurePlan:
     """Return what the consumer does with a message after an attempt raised `error`.
 
-    `retries` counts how often the message was sent back, and `in_place` counts the failed attempts since this process
-    fetched the message. `returned` says that the message comes from the retry queue. A message from the retry queue has
-    already lost its order, so it is sent back and not retried in place. A broadcast group has no retry queue, so every
-    message is retried in place.
+    `retries` counts how often the message was sent back, and `in_place` the failed attempts since this process fetched
+    it. A message that has `returned` from the retry queue has lost its order, so it is not retried in place. A
+    broadcast group has no retry queue, so every message is.
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
@@ -87,8 +87,7 @@ def judge(
 def describe(error: BaseException) -> str:
     """Return the error in its stored form: its type, its text, and the line of the application that raised it.
 
-    A line of outbox, of a driver or of the standard library would tell its reader nothing, so the last line of other
-    code is named. If there is none, it is the last line that is not outbox's.
+    A line of a driver or of the standard library is named only if there is no other.
     """
     places = _places(error)
     return _text(error, [one for one in places if not _INSTALLED.search(one.filename)] or places)
@@ -117,10 +116,9 @@ def _text(error: BaseException, places: Sequence[FrameSummary]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt. `attempts` is the number of attempts so far, including this attempt.
+    """One failed attempt, which is the number `attempts`, at the message at `offset`.
 
-    `offset` is the offset of the message in its queue, and `stored_offset` is the stored offset of that queue. The
-    `finished_ahead` rows before `swept_offset` are deleted already.
+    `stored_offset` is that of the queue. The `finished_ahead` rows before `swept_offset` are deleted already.
     """
 
     lease: Lease
@@ -224,8 +222,8 @@ SELECT DISTINCT group_id, queue_id FROM failed
 def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
     """Store failures and their consequences. Return the keys of the queues whose lease this owner still holds.
 
-    If the owner has lost a queue, its failures are not stored, and the next owner decides about the messages. Each
-    message may appear only once in `failures`. A second call with the same failures has no further effect.
+    Of a lost queue, nothing is stored: the next owner decides. Each message may appear only once in `failures`. A
+    second call with the same failures has no further effect.
     """
     parameters = {
         "owner": owner,
@@ -255,9 +253,8 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
     """Return the offsets of messages that a former owner sent back (False) or made dead letters (True), by queue."""
     found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
-    for queue_id, offset, is_dead in run.rows(
-        _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
-    ):
+    values = {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
+    for queue_id, offset, is_dead in run.rows(_SENT_AWAY, values):
         found[queue_id][offset] = is_dead
     return found
 

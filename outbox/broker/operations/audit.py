@@ -24,10 +24,8 @@ from outbox.broker.groups.offsets import newest_offset
 _TOPICS: Final = Statement("SELECT topic_id, name FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name")
 _SNAPSHOT: Final = Statement("SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
-# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count the messages whose ids are in
-# decisions. `unsequenced` counts the committed messages whose decision the last tick could not see. `undecided` and
-# `parked` count half messages without a decision. `held`, `scheduled`, `recalled` and `queued` count rows of the tables
-# for these states. The last SELECT adds the messages that retention has removed, from the table `pruned`.
+# One row per topic and term. `unsequenced`: the committed messages whose decision the last tick could not see. The last
+# SELECT adds the messages that retention has removed.
 _TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
@@ -62,47 +60,41 @@ FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', co
 GROUP BY topic_id, term
 """)
 
-# One row per group. `queued` is computed from the queue heads in the ticks and the start offsets of the group. `lag`
-# counts the entries of topic queues at or after the group's position, without those that were finished ahead: these are
-# counted as retrying, claimed, dead or timed out. `claimed` counts the group's messages whose handler runs outside of a
-# transaction and which have left their queue (decision 203). `retrying` counts the group's messages in retry queues,
-# and the group's messages that wait for a retry. `missed` counts messages that retention removed before the group had
-# passed them. When consumers of the group run again, the group counts the missed messages as expired. `discarded`
-# counts dead letters that an operator discarded, and repeated entries: those that a reset has let the group read again,
-# and that have failed while the message waits for the same attempt already or is a dead letter already.
-_GROUPS: Final = Statement(
-    """
+# One row per group. `queued` is computed from the queue heads in the ticks and the group's start offsets. `lag` has no
+# entries that were finished ahead: these are counted as retrying, claimed, dead or timed out. `missed`: messages
+# that retention removed before the group had passed them; when consumers of the group run again, it counts them as
+# expired. `discarded` also counts entries that a reset has let the group read again, and that have failed while the
+# message waits for the same attempt already or is a dead letter already.
+_GROUPS: Final = Statement(f"""
 WITH heads AS MATERIALIZED (
     SELECT DISTINCT ON (queue_id) queue_id, head
-    FROM {schema}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
-    WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full)
+    FROM {{schema}}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
+    WHERE tick_id >= (SELECT max(tick_id) FROM {{schema}}.tick WHERE is_full)
     ORDER BY queue_id, tick_id DESC
 ), place AS (
-    SELECT group_id, topic_id, false AS is_retry FROM {schema}.subscription
+    SELECT group_id, topic_id, false AS is_retry FROM {{schema}}.subscription
     UNION ALL
-    SELECT retry_of, topic_id, true FROM {schema}.topic WHERE retry_of IS NOT NULL
+    SELECT retry_of, topic_id, true FROM {{schema}}.topic WHERE retry_of IS NOT NULL
 ), counted AS (
     SELECT place.group_id, place.is_retry, coalesce(heads.head, 0) AS head, newest.*,
            greatest(0, queue.floor - newest.next_offset) AS missed,
-           (SELECT count(*) FROM {schema}.consume_queue entry
+           (SELECT count(*) FROM {{schema}}.consume_queue entry
             WHERE entry.queue_id = queue.queue_id
               AND entry.queue_offset >= greatest(newest.next_offset, queue.floor))
-           - (SELECT count(*) FROM {schema}.finished_ahead ahead
+           - (SELECT count(*) FROM {{schema}}.finished_ahead ahead
               WHERE ahead.group_id = place.group_id AND ahead.queue_id = queue.queue_id
                 AND ahead.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
-           (SELECT count(*) FROM {schema}.scheduled
+           (SELECT count(*) FROM {{schema}}.scheduled
             WHERE scheduled.queue_id = queue.queue_id AND NOT claimed) AS scheduled,
-           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id AND claimed) AS claimed
-    FROM place JOIN {schema}.queue USING (topic_id)
+           (SELECT count(*) FROM {{schema}}.scheduled WHERE scheduled.queue_id = queue.queue_id AND claimed) AS claimed
+    FROM place JOIN {{schema}}.queue USING (topic_id)
     LEFT JOIN heads USING (queue_id)
     CROSS JOIN LATERAL (
         SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
-        FROM """
-    + newest_offset("place.group_id", "queue.queue_id")
-    + """ AS stored
+        FROM {newest_offset("place.group_id", "queue.queue_id")} AS stored
         UNION ALL
         SELECT 0, 0, 0, 0, 0, 0, 0
-        WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
+        WHERE NOT EXISTS (SELECT FROM {{schema}}.consumer_offset stored
                           WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id)) AS newest
 )
 SELECT consumer_group.name, consumer_group.broadcast,
@@ -112,23 +104,21 @@ SELECT consumer_group.name, consumer_group.broadcast,
        coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint AS lag,
        coalesce(sum(claimed), 0)::bigint AS claimed,
        coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
-       (SELECT count(*) FROM {schema}.dead_letter
+       (SELECT count(*) FROM {{schema}}.dead_letter
         WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
-       coalesce((SELECT sum(discarded) FROM {schema}.subscription
+       coalesce((SELECT sum(discarded) FROM {{schema}}.subscription
                  WHERE subscription.group_id = consumer_group.group_id), 0)::bigint AS discarded,
        coalesce(sum(expired + missed), 0)::bigint AS expired, coalesce(sum(missed), 0)::bigint AS missed,
-       (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
+       (SELECT coalesce(sum(recalled), 0)::bigint FROM {{schema}}.subscription
         WHERE subscription.group_id = consumer_group.group_id) AS recalled,
-       (SELECT coalesce(sum(timed_out), 0)::bigint FROM {schema}.subscription
+       (SELECT coalesce(sum(timed_out), 0)::bigint FROM {{schema}}.subscription
         WHERE subscription.group_id = consumer_group.group_id) AS timed_out
-FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
+FROM {{schema}}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
-"""
-)
+""")
 
 
-# Each term on the left is the sum of those on the right: of the messages of a topic since its creation, with those that
-# retention has removed, and of the messages of a group since its start.
+# Each term on the left is the sum of those on the right.
 _OF_TOPICS: Final[Mapping[str, Sequence[str]]] = {
     "sent": ("committed", "rolled_back", "undecided", "parked"),
     "committed": ("unsequenced", "held", "scheduled", "recalled", "queued"),
@@ -168,10 +158,7 @@ def _wrong(counted: Row, equations: Mapping[str, Sequence[str]]) -> Iterator[str
 
 
 def count_messages(run: Executor) -> MessageCounts:
-    """Count all retained messages in one snapshot.
-
-    The connection must be in autocommit and outside a transaction.
-    """
+    """Count all retained messages in one snapshot, on an autocommit connection outside a transaction."""
     with _one_snapshot(run.connection):
         [snapshot] = run.one(_SNAPSHOT)
         totals: dict[int, Row] = {}
@@ -211,10 +198,7 @@ FROM {schema}.audit ORDER BY audit_id DESC LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One audit. `facts` has the terms of the equations per topic and per group.
-
-    `differences` is empty when every equation holds.
-    """
+    """One audit. `facts` has the terms of the equations per topic and per group, `differences` what does not hold."""
 
     at: str
     age_seconds: float
@@ -224,10 +208,9 @@ class Audit:
 
 
 def run_once(run: Executor) -> Audit:
-    """Count every retained message, check the equations, and store the result, on an autocommit connection.
+    """Count every retained message, check the equations, and store the result, as `count_messages` does.
 
-    The connection must be outside a transaction. The audit takes about a second per million messages. No other process
-    waits for the audit, but the audit keeps one snapshot open until its end.
+    It takes about a second per million messages. Nothing waits for it, but it keeps one snapshot open until its end.
     """
     started = time.monotonic()
     counted = count_messages(run)
@@ -247,5 +230,4 @@ def run_once(run: Executor) -> Audit:
 
 def last(run: Executor) -> Audit | None:
     """Return the newest stored result; None before the first audit."""
-    found = run.objects(Audit, _LAST)
-    return found[0] if found else None
+    return next(iter(run.objects(Audit, _LAST)), None)

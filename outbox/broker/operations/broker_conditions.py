@@ -151,8 +151,7 @@ NO_SEQUENCER_SECONDS: Final = Threshold(
 )
 def no_sequencer(state: BrokerState) -> Iterator[Judged]:
     now = state.once(leadership)
-    # The condition `process_failing` already gives the reason why no process leads. Starting another process would not
-    # help.
+    # If one tries and fails, `process_failing` holds: another process would not help.
     if now.leader is None and not any(one.part is ProcessPart.SEQUENCING for one in state.once(failing)):
         gone = now.gone_seconds
         severity = Severity.CRITICAL if gone is None else state.judge(NO_SEQUENCER_SECONDS, gone)
@@ -174,8 +173,7 @@ def part_missing(state: BrokerState) -> Iterator[Judged]:
         yield Severity.CRITICAL, {"part": part}
 
 
-# The age of the oldest decision that the last tick could not see. The decision with the lowest transaction id counts as
-# the oldest.
+# The age of the oldest decision (that of the lowest transaction id) that the last tick could not see.
 _UNREAD: Final = Statement("""
 SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
 FROM (
@@ -206,10 +204,7 @@ def ticks_late(state: BrokerState) -> Iterator[Judged]:
 
 
 def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> Judged:
-    """Return the waiting time of the oldest decision that the last tick could not see, with its severity.
-
-    `snapshot` is the snapshot of the last tick.
-    """
+    """Return the waiting time of the oldest decision that is not in the `snapshot` of the last tick."""
     seen = Snapshot.parse(snapshot)
     # The statement is not prepared, because a plan made without the values of the snapshot would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
@@ -237,19 +232,12 @@ SELECT name AS pass, producer_group,
 FROM {schema}.periodic_pass ORDER BY began_at
 """)
 PASS_LATE_PERIODS: Final = Threshold(
-    "pass_late_periods",
-    3,
-    10,
-    "periods",
-    "delay of check-back or pruning, measured in their intervals",
+    "pass_late_periods", 3, 10, "periods", "delay of check-back or pruning, measured in their intervals"
 )
 
 
 def late_passes(state: BrokerState) -> Iterator[Judged]:
-    """Return all periodic passes; those that have not started for long have a severity.
-
-    A pass that starts and fails is left out, because the condition `process_failing` names it.
-    """
+    """Return all periodic passes but those that fail; those that have not started for long have a severity."""
     notes = [one for one in state.once(failing) if one.part is ProcessPart.PASS]
     for fact in state.facts(_PASSES):
         if not any(one.works_for(fact["pass"]) and one.works_for(fact["producer_group"]) for one in notes):
@@ -302,8 +290,7 @@ def rejecting(state: BrokerState) -> Iterator[Judged]:
 
 # The time for which an event (an incident, a new dead letter) is shown, unless an operator settles it before.
 _EVENT_SECONDS: Final = _DAY
-# The kind of the incidents that raise a condition which an operator settles. `wrong_ledger` is not among them, because
-# it ends when its transaction is decided.
+# The conditions that an operator settles. `wrong_ledger` ends when its transaction is decided.
 SETTLED_BY_OPERATORS: Final = {
     "contradicted": IncidentKind.CONTRADICTED,
     "refused": IncidentKind.REFUSED,
@@ -446,8 +433,9 @@ def _lost(state: BrokerState, kind: ComparisonKind) -> Counted:
 
 
 def _fact(one: DatabaseComparison) -> Fact:
+    of_inbox = one.kind is ComparisonKind.INBOX
     fact: dict[str, str | int | float | None] = {
-        ("group" if one.kind is ComparisonKind.INBOX else "producer_group"): one.subject,
+        ("group" if of_inbox else "producer_group"): one.subject,
         "database": one.alias,
         "missing": one.missing,
     }
@@ -455,17 +443,13 @@ def _fact(one: DatabaseComparison) -> Fact:
         fact |= {"first": str(one.first_at), "last": str(one.last_at), "ids": ", ".join(map(str, one.ids))}
     if one.unproven_to is not None:
         fact |= {"unknown_from": str(one.unproven_from), "unknown_to": str(one.unproven_to)}
-    if one.kind is ComparisonKind.INBOX:
-        fact |= {"topic": one.topic, "command": reset_command(one)}
+    if of_inbox:
+        assert one.first_at is not None
+        # 1 ms before the first lost message, so that rounding cannot exclude this message.
+        at = (one.first_at - timedelta(milliseconds=1)).isoformat()
+        command = f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"
+        fact |= {"topic": one.topic, "command": command}
     return fact
-
-
-def reset_command(one: DatabaseComparison) -> str:
-    """Return the command that makes a group handle the lost messages again; messages in the inbox are skipped."""
-    assert one.first_at is not None
-    # The command names a time 1 ms before the first lost message, so that rounding cannot exclude this message.
-    at = (one.first_at - timedelta(milliseconds=1)).isoformat()
-    return f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"
 
 
 @CONDITIONS.declare(
@@ -511,9 +495,7 @@ def lost_effects(state: BrokerState) -> Counted:
 # ---------------------------------------------------------------------------------------------------------------------
 # Undecided transactions: no producer answers the checks, or no producer knows the outcome.
 
-# Up to three undecided transactions of a producer group; the statement chooses among the two hundred rows whose checks
-# are due first. If all transactions of these rows are decided now, the condition has no examples and names the command
-# that lists the transactions.
+# Up to three undecided transactions of a producer group, among the two hundred whose checks are due first.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -544,15 +526,9 @@ def unanswered(state: BrokerState) -> Iterator[Judged]:
         due_seconds = state.summary.seconds_since(one.due_since)
         if severity := state.judge(UNANSWERED_SECONDS, due_seconds):
             examples = [row[0] for row in state.run.rows(_UNANSWERED, {"group": one.group})]
-            yield (
-                severity,
-                {
-                    "producer_group": one.group,
-                    "undecided": one.undecided,
-                    "due_seconds": due_seconds,
-                    "transactions": ", ".join(examples) or f"`outbox_transaction list --group {one.group}` lists them",
-                },
-            )
+            named = ", ".join(examples) or f"`outbox_transaction list --group {one.group}` lists them"
+            fact: Fact = {"producer_group": one.group, "undecided": one.undecided, "due_seconds": due_seconds}
+            yield severity, {**fact, "transactions": named}
 
 
 _PARKED: Final = Statement("""
@@ -589,7 +565,7 @@ def parked(state: BrokerState) -> Counted:
     facts = state.facts(_PARKED, limit=EVIDENCE)
     count = max(len(facts), sum(group.parked for group in state.summary.producers))
     if count and not facts:
-        # All of the oldest two hundred transactions have been decided after the summary was counted.
+        # The oldest two hundred transactions were decided after the summary was counted.
         facts = [{"list": "`outbox_transaction list --parked` lists them"}]
     severity = state.judge(PARKED_MESSAGES, count)
     return Counted([(severity, fact) for fact in facts], count)
@@ -598,9 +574,8 @@ def parked(state: BrokerState) -> Counted:
 # ---------------------------------------------------------------------------------------------------------------------
 # Consumer groups: no consumer, lag, stopped, blocked, failing.
 
-# Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves its
-# group sets the `expires_at` of its leases to the present time. The time without a consumer is null if the group has
-# never consumed the topic.
+# Without broadcast groups, which store no positions, so no message waits. A consumer that leaves its group sets the
+# `expires_at` of its leases to the present time. The time is null if the group has never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH known AS (
     SELECT group_id, topic.name, max(expires_at) AS expires_at
@@ -640,8 +615,7 @@ NO_WORKER_SECONDS: Final = Threshold(
     shown=Shown(listed=Place("groups", "Groups without a worker", {"state": "=unattended"}), figure="Workers"),
 )
 def no_worker(state: BrokerState) -> Iterator[Judged]:
-    # If a consumer process runs and fails, the condition `process_failing` reports the failure. Starting another worker
-    # would not help.
+    # If a consumer process runs and fails, `process_failing` holds: another worker would not help.
     notes = [one for one in state.once(failing) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
     by_group: dict[str, dict[str, float | None]] = {}
     for group, topic, seconds in state.run.rows(_NO_WORKER):
@@ -686,8 +660,8 @@ def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
     for one in state.summary.groups:
         if not one.lag or one.paused is not paused:
             continue
+        # The condition `outage` has such messages, because more consumers would not help.
         if any(is_held_up(one, fact) for fact in holding_up):
-            # The condition `outage` has these messages, because more consumers would not help.
             continue
         severity, age = _lag_of(state, one)
         fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
@@ -902,9 +876,8 @@ ORDER BY messages DESC, 1, 2
 def retried_errors(run: Executor) -> list[dict[str, Any]]:
     """Return a fact for each error with which messages of a group and topic have failed at least twice, and wait.
 
-    The most frequent error comes first. `message` is the oldest message with the error. If more messages of the topic
-    wait than are counted, `of_those_due_first` is the number of counted ones. If whole retry queues may not be counted,
-    `of_the_queues_due_first` is the number of counted messages of all queues.
+    The most frequent error comes first. `message` is the oldest message with the error. `of_those_due_first` and
+    `of_the_queues_due_first`: how many messages were counted, if more wait.
     """
     facts = run.objects(dict, _RETRIED, {"limit": _RETRIES_COUNTED})
     for fact in facts:
@@ -978,8 +951,7 @@ def crash_loop(state: BrokerState) -> Iterable[Judged]:
     return [(Severity.CRITICAL, fact) for fact in found]
 
 
-# Messages in quarantine are of two kinds: they kill their process, or their handler hangs. The statement returns the
-# first messages of one kind.
+# The first messages of one kind: they kill their process, or their handler hangs.
 _QUARANTINED: Final = Statement("""
 SELECT consumer_group.name AS group, log.message_id::text AS message, log.key, deaths,
        extract(epoch FROM clock_timestamp() - quarantined_at)::double precision AS quarantined_seconds, evidence,
@@ -1166,8 +1138,7 @@ def transaction_open(state: BrokerState) -> Iterable[Judged]:
     ]
 
 
-# Sessions that wait for a lock, with the sessions that block them. The waiting session uses the broker's tables or
-# belongs to the broker.
+# Sessions of the broker, or that use its tables, and wait for a lock, with the sessions that block them.
 _LOCKS: Final = Statement("""
 SELECT coalesce('session ' || blocker.pid, 'a prepared transaction') AS session,
        blocker.application_name AS application, coalesce(blocker.state, 'not visible') AS state,
@@ -1216,10 +1187,7 @@ WHERE relnamespace = '{schema}'::regnamespace AND lock.granted AND lock.mode = '
 
 
 def locked_out(run: Executor) -> list[Judged]:
-    """Return the sessions that keep the broker's tables locked, or wait to lock them.
-
-    The function also works for a session that cannot read the locked tables.
-    """
+    """Return the sessions that keep the broker's tables locked, or wait to lock them, without reading these tables."""
     found: Sequence[Fact] = [*run.objects(dict, _EXCLUSIVE), *run.objects(dict, _LOCKS)]
     return [(Severity.CRITICAL, fact) for fact in found or [{"session": "gone meanwhile"}]]
 

@@ -43,25 +43,23 @@ UPDATE {schema}.broker SET reject_transactional = %(rejecting)s WHERE reject_tra
 """)
 
 
-def reject_transactional(run: Executor, rejecting: bool) -> bool:
-    """Refuse new transactional messages on both paths, or accept them again.
-
-    Return whether the broker's setting has changed.
-    """
-    changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
-    if changed:
+def reject_transactional(run: Executor, rejecting: bool) -> None:
+    """Refuse new transactional messages on both paths, or accept them again."""
+    if run.count(_REJECT, {"rejecting": rejecting}):
         logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
-    return changed
 
 
 def pause(run: Executor, group: str) -> None:
-    """Pause a group: it starts no more handlers after about a second, and its positions do not change.
-
-    Raises UnknownGroup.
-    """
-    if run.row(_PAUSE, {"name": group, "paused": True}) is None:
-        raise unknown_group(group)
+    """Pause a group: it starts no more handlers after about a second. Raises UnknownGroup."""
+    _set_paused(run, group, True)
     notify(run, Channel.SHARED)
+
+
+def _set_paused(run: Executor, group: str, paused: bool) -> int:
+    row = run.row(_PAUSE, {"name": group, "paused": paused})
+    if row is None:
+        raise unknown_group(group)
+    return int(row[0])
 
 
 def resume(run: Executor, group: str) -> int:
@@ -70,10 +68,7 @@ def resume(run: Executor, group: str) -> int:
     Return the number of the continued queues. Raises UnknownGroup.
     """
     with run.connection.transaction():
-        row = run.row(_PAUSE, {"name": group, "paused": False})
-        if row is None:
-            raise unknown_group(group)
-        resumed = run.count(_RESUME_QUEUES, {"group_id": row[0]})
+        resumed = run.count(_RESUME_QUEUES, {"group_id": _set_paused(run, group, False)})
     notify(run, Channel.SHARED)
     return resumed
 
@@ -103,7 +98,6 @@ class QueueReset:
     """The change that a reset made, or would make, to one queue."""
 
     topic: str
-    generation: int
     number: int
     queue_id: int
     from_offset: int
@@ -138,29 +132,28 @@ def reset(
     topic: str,
     target: Start | datetime | int,
     *,
-    number: int | None = None,
     reprocess: bool = False,
     dry_run: bool = False,
 ) -> Sequence[QueueReset]:
-    """Move a group's offsets on a topic, or only on the topic's queue `number`.
-
-    Return the queues with old and new offset.
+    """Move a group's offsets on a topic. Return the queues with old and new offset.
 
     Start.LATEST means the end of the queue. If `target` is a number and a queue has no message at this offset, the
-    nearest existing offset of the queue is used. If offsets move back, the group receives messages again. The inbox
-    skips these messages unless `reprocess` raises the group's generation. The counters do not change; `moved` counts
-    the entries that the reset skipped, minus the entries that the group reads again.
+    nearest existing offset of the queue is used. If offsets move back, the inbox skips the messages that the group
+    receives again, unless `reprocess` raises the group's generation.
 
-    With `dry_run` the function returns the result and changes nothing. Raises UnknownGroup and UnknownTopic. Raises
-    UsageError when the group does not consume the topic or the topic has no such queue.
+    With `dry_run`, it changes nothing. Raises UnknownGroup and UnknownTopic, and UsageError when the group does not
+    consume the topic.
     """
     # Find the target offsets before the first lock, because the search for a time may read the whole topic.
     targets = _targets(run, topic, target)
     with run.connection.transaction():
         group_id = group_id_of(run, group)
-        moves = _plan(run, group, topic, targets, number)
+        moves = _plan(run, group, topic, targets)
         if not dry_run and moves:
-            _move(run, group_id, {move.queue_id: move.to_offset for move in moves})
+            targets = {move.queue_id: move.to_offset for move in moves}
+            fenced = _fence(run, group_id, list(targets))
+            offsets.place(run, [replace(one, position=moved_to(one.position, targets[one.key[1]])) for one in fenced])
+            forget_sent_away(run, group_id, list(targets))
         if reprocess and not dry_run:
             raise_generation(run, group)
     if not dry_run:
@@ -171,9 +164,9 @@ def reset(
 def skip(run: Executor, group: str, topic: str, message_id: UUID, *, dry_run: bool = False) -> QueueReset:
     """Move a group past the message that blocks one of its queues. Return the queue with old and new offset.
 
-    The group then handles the next messages of the queue, also if an on_error policy has stopped the queue. The retries
-    and dead letters of the queue do not change. `moved` counts the message. With `dry_run`, the function changes
-    nothing. Raises UnknownGroup and UnknownTopic. Raises UsageError if the message does not block a queue of the group.
+    The group then handles the next messages of the queue, also if an on_error policy has stopped the queue. With
+    `dry_run`, it changes nothing. Raises UnknownGroup and UnknownTopic. Raises UsageError if the message does not block
+    a queue of the group.
     """
     TopicCatalog(run.schema).get(run.connection, topic)
     with run.connection.transaction():
@@ -183,17 +176,13 @@ def skip(run: Executor, group: str, topic: str, message_id: UUID, *, dry_run: bo
             raise _does_not_block(group, topic, message_id)
         target = max(queue.next_offset, queue.floor) + 1
         if not dry_run:
-            fenced = {"group_id": group_id, "queue_ids": integers([queue.queue_id])}
-            epochs = dict(run.execute(_FENCE, fenced).fetchall())
-            # The former owner is fenced now, so the position does not change any more.
-            position = offsets.load(run, group_id, [queue.queue_id])[queue.queue_id]
-            if position.next_offset != queue.next_offset:
+            [fenced] = _fence(run, group_id, [queue.queue_id])
+            if fenced.position.next_offset != queue.next_offset:
                 raise _does_not_block(group, topic, message_id)
-            key = (group_id, queue.queue_id)
-            offsets.place(run, [OffsetRow(key, epochs[queue.queue_id], 0, moved_to(position, target))])
+            offsets.place(run, [replace(fenced, position=moved_to(fenced.position, target))])
     if not dry_run:
         notify(run, Channel.SHARED)
-    return QueueReset(queue.topic, queue.layout, queue.number, queue.queue_id, queue.next_offset, target)
+    return QueueReset(queue.topic, queue.number, queue.queue_id, queue.next_offset, target)
 
 
 _PASSED_ENTRY = Statement("""
@@ -220,10 +209,9 @@ def redeliver(
 
     `forget` deletes what the group's inbox knows of the message, or the inbox would skip it, and returns the number of
     rows, which this function returns, too. It is called when it is certain that the group cannot receive the message
-    otherwise, and before the message is delivered. The counters say that a reset let the group read the entry again,
-    and that the group sent it back. With `dry_run`, the function changes nothing. Raises UnknownGroup. Raises
-    UsageError if the group has not passed the message. To have the message delivered at once, the caller then sends a
-    notification on Channel.DECIDED.
+    otherwise. The counters say that a reset let the group read the entry again, and that the group sent it back. With
+    `dry_run`, it changes nothing. Raises UnknownGroup, and UsageError if the group has not passed the message. The
+    caller then sends a notification on Channel.DECIDED.
     """
     forgotten = 0
     with run.connection.transaction(force_rollback=dry_run):
@@ -232,14 +220,14 @@ def redeliver(
         if found is None:
             raise _not_passed(group, message_id, Whereabouts.GONE)
         log_id, topic_id, queue_id = found
-        # The former owner is fenced, so the position stays. A second call for the same message waits here.
-        epochs = dict(run.execute(_FENCE, {"group_id": group_id, "queue_ids": integers([queue_id])}).fetchall())
+        # A second call for the same message waits here.
+        [fenced] = _fence(run, group_id, [queue_id])
         where = whereabouts(run, group, [message_id])[message_id]
         if where not in (Whereabouts.PASSED, Whereabouts.DISCARDED):
             raise _not_passed(group, message_id, where)
-        position = offsets.load(run, group_id, [queue_id])[queue_id]
+        position = fenced.position
         again = replace(position, sent_back=position.sent_back + 1, moved=position.moved - 1)
-        offsets.place(run, [OffsetRow((group_id, queue_id), epochs[queue_id], 0, again)])
+        offsets.place(run, [replace(fenced, position=again)])
         if not dry_run:
             forgotten = forget()
         retry_queue = ensure_retry_queue(run, group_id, topic_id)
@@ -269,25 +257,16 @@ def _does_not_block(group: str, topic: str, message_id: UUID) -> UsageError:
     )
 
 
-def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
-    values = {"group_id": group_id, "queue_ids": integers(list(targets))}
-    epochs = dict(run.execute(_FENCE, values).fetchall())
-    # Read the positions after the former owner is fenced: they then include every position that this owner has stored.
-    # A position that the former owner stores later is not valid.
-    positions = offsets.load(run, group_id, list(targets))
-    rows = [
-        OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
-        for queue_id, target in targets.items()
-    ]
-    offsets.place(run, rows)
-    forget_sent_away(run, group_id, list(targets))
+def _fence(run: Executor, group_id: int, queue_ids: Sequence[int]) -> list[OffsetRow]:
+    """Fence the owners of the queues. Return the positions, which do not change any more, with the new epochs."""
+    fenced = run.rows(_FENCE, {"group_id": group_id, "queue_ids": integers(queue_ids)})
+    # After the fence, they include every position that the former owners have stored.
+    positions = offsets.load(run, group_id, queue_ids)
+    return [OffsetRow((group_id, queue_id), epoch, 0, positions[queue_id]) for queue_id, epoch in fenced]
 
 
 def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
-    """Return the target offsets by queue id.
-
-    If `target` is a number, a returned offset may still be greater than the end of its queue.
-    """
+    """Return the target offsets by queue id; one may still be greater than the end of its queue."""
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
         floors = starting_offsets(run, topic_id, Start.EARLIEST)
@@ -295,19 +274,17 @@ def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[
     return starting_offsets(run, topic_id, target)
 
 
-def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], number: int | None) -> list[QueueReset]:
+def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int]) -> list[QueueReset]:
     queues = [queue for queue in list_queues(run, group) if queue.topic == topic]
     if not queues:
         raise UsageError(
             f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: it has no offsets to move. "
             "Check both names with `outbox_status`."
         )
-    if number is not None and number not in {queue.number for queue in queues}:
-        raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
         # If a queue was added after the targets were found, the group's position on this queue does not change.
-        QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
+        QueueReset(q.topic, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
-        if q.queue_id in targets and number in (None, q.number)
+        if q.queue_id in targets
     ]
     return [move for move in moves if move.to_offset != move.from_offset]

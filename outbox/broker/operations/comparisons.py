@@ -1,7 +1,6 @@
 """Results of comparing the application's databases with the broker, stored for status and metrics.
 
-The application runs the comparisons, because only the application can reach both databases
-(outbox.contrib.django.operations.comparing).
+The application compares, because only it can reach both databases (outbox.contrib.django.operations.comparing).
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class DatabaseComparison:
     """The last comparison of one subject: a producer group, or a consumer group on `topic`.
 
     `state`: the point at which the next comparison starts. `missing`: the number of missing transactions or messages,
-    which date from `first_at` to `last_at`. `ids` has the ids of at most twenty missing transactions or messages. From
-    `unproven_from` to `unproven_to` data was lost, but no row is left that proves the loss.
+    from `first_at` to `last_at`. `ids`: at most twenty of them. From `unproven_from` to `unproven_to` data was lost,
+    but no row is left that proves the loss.
     """
 
     kind: ComparisonKind
@@ -102,12 +101,8 @@ def list_comparisons(run: Executor) -> dict[ComparisonKey, DatabaseComparison]:
 
 
 def store(run: Executor, comparison: DatabaseComparison) -> None:
-    changed = {
-        "kind": comparison.kind.value,
-        "state": json.dumps(comparison.state),
-        "ids": arrays.uuids(list(comparison.ids)),
-    }
-    run.execute(_STORE, dataclasses.asdict(comparison) | changed)
+    given = {"state": json.dumps(comparison.state), "ids": arrays.uuids(list(comparison.ids))}
+    run.execute(_STORE, dataclasses.asdict(comparison) | given | {"kind": comparison.kind.value})
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
@@ -166,8 +161,7 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# This statement deletes the rows that were settled more than `keep` seconds ago. The ledger keeps no rows of these
-# transactions any more, so no later comparison finds the transactions again.
+# The ledger keeps no rows of these transactions any more, so no later comparison finds them again.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
@@ -245,21 +239,17 @@ class GroupPosition:
     moved: int
 
 
-_PASSED = Statement(
-    """
+_PASSED = Statement(f"""
 SELECT queue.queue_id, known.group_id, known.generation, greatest(queue.floor, newest.start_offset) AS floor,
        newest.next_offset, newest.moved
-FROM {schema}.consumer_group known
-JOIN {schema}.subscription USING (group_id)
-JOIN {schema}.topic USING (topic_id)
-JOIN {schema}.queue USING (topic_id)
-CROSS JOIN LATERAL """
-    + newest_offset("known.group_id", "queue.queue_id")
-    + """ AS newest
+FROM {{schema}}.consumer_group known
+JOIN {{schema}}.subscription USING (group_id)
+JOIN {{schema}}.topic USING (topic_id)
+JOIN {{schema}}.queue USING (topic_id)
+CROSS JOIN LATERAL {newest_offset("known.group_id", "queue.queue_id")} AS newest
 WHERE known.name = %(group)s AND topic.name = %(topic)s
 ORDER BY queue.queue_id
-"""
-)
+""")
 
 
 def group_positions(run: Executor, group: str, topic: str) -> list[GroupPosition]:
@@ -276,41 +266,35 @@ def read_again_from(run: Executor, queue: GroupPosition) -> int:
     return min([queue.next_offset, *(next_offset for next_offset, _ in since)])
 
 
-# The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is
-# dead, was skipped by on_error, or is still retried. A message that has timed out has no effect either. A message may
-# also have left its queue without a failure, because its handler runs without a transaction or it waits for newer code:
-# then it waits in `scheduled` or in a retry queue of the group, or its redelivery was recalled.
-_ENTRIES = Statement(
-    """
+# Without messages that may have no effect: they have failed or timed out, or left their queue without a failure (a
+# claim, newer code), and then wait in `scheduled` or in a retry queue of the group, or were recalled.
+_ENTRIES = Statement(f"""
 WITH waiting AS MATERIALIZED (
     SELECT entry.log_id
-    FROM {schema}.topic JOIN {schema}.queue USING (topic_id)
-    LEFT JOIN LATERAL """
-    + newest_offset("%(group_id)s", "queue.queue_id")
-    + """ AS newest ON true
-    JOIN {schema}.consume_queue entry
+    FROM {{schema}}.topic JOIN {{schema}}.queue USING (topic_id)
+    LEFT JOIN LATERAL {newest_offset("%(group_id)s", "queue.queue_id")} AS newest ON true
+    JOIN {{schema}}.consume_queue entry
       ON entry.queue_id = queue.queue_id AND entry.queue_offset >= coalesce(newest.next_offset, 0)
     WHERE topic.retry_of = %(group_id)s
 )
 SELECT entry.queue_offset, log.message_id, entry.queued_at, log.tag,
-       CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
-FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
+       CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{{{}}}}' END AS headers
+FROM {{schema}}.consume_queue entry JOIN {{schema}}.commit_log log USING (log_id)
 WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.queue_offset < %(high)s
   AND log.stored_at > now() - make_interval(secs => %(keep)s)
-  AND NOT EXISTS (SELECT FROM {schema}.failure WHERE failure.group_id = %(group_id)s AND failure.log_id = log.log_id)
-  AND NOT EXISTS (SELECT FROM {schema}.dead_letter dead
+  AND NOT EXISTS (SELECT FROM {{schema}}.failure WHERE failure.group_id = %(group_id)s AND failure.log_id = log.log_id)
+  AND NOT EXISTS (SELECT FROM {{schema}}.dead_letter dead
                   WHERE dead.group_id = %(group_id)s AND dead.log_id = log.log_id)
-  AND NOT EXISTS (SELECT FROM {schema}.timed_out
+  AND NOT EXISTS (SELECT FROM {{schema}}.timed_out
                   WHERE timed_out.group_id = %(group_id)s AND timed_out.log_id = log.log_id)
-  AND NOT EXISTS (SELECT FROM {schema}.scheduled JOIN {schema}.queue away ON away.queue_id = scheduled.queue_id
-                  JOIN {schema}.topic ON topic.topic_id = away.topic_id
+  AND NOT EXISTS (SELECT FROM {{schema}}.scheduled JOIN {{schema}}.queue away ON away.queue_id = scheduled.queue_id
+                  JOIN {{schema}}.topic ON topic.topic_id = away.topic_id
                   WHERE scheduled.log_id = log.log_id AND topic.retry_of = %(group_id)s)
-  AND NOT EXISTS (SELECT FROM {schema}.recalled_retry taken
+  AND NOT EXISTS (SELECT FROM {{schema}}.recalled_retry taken
                   WHERE taken.group_id = %(group_id)s AND taken.log_id = log.log_id)
   AND log.log_id NOT IN (SELECT log_id FROM waiting)
 ORDER BY entry.queue_offset
-"""
-)
+""")
 
 
 def finished_entries(run: Executor, queue: GroupPosition, low: int, high: int, *, keep_seconds: float) -> list[Row]:

@@ -20,8 +20,7 @@ declared condition, and nothing else lists them. `rules.py` finds the declaratio
 `outbox.contrib.django.operations.known_conditions` adds those about the application's tables. The next step may name
 a page, such as docs/operations/deploy.md#scale; docs/operations/index.md has it as a link.
 
-The doctor, `manage.py check` and the probe of a worker report further problems as conditions that are declared nowhere:
-such a condition is made by `of_text`, and has its own texts.
+The doctor, `manage.py check` and the probe of a worker report further problems with texts of their own (`of_text`).
 
 See decision 091.
 """
@@ -125,9 +124,7 @@ class Condition:
     """A condition that holds.
 
     `evidence` names at most twenty groups, queues, messages or sessions; `count` is the number of all of them.
-
-    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. `is_unknown`: it could
-    not be read whether the condition holds.
+    `is_unknown`: it could not be read whether the condition holds.
     """
 
     name: str
@@ -187,11 +184,9 @@ class Remedy:
 class Shown:
     """How the operations pages show a condition.
 
-    `listed`: the list of what the condition is about; None if that is a server, a session, a table or a database, or
-    in no list. `settled`: where one fact is settled, if not by a button.
-    `settles`: the name of a fact of other conditions; such a fact is settled there, too. `figure`: the figure of the
-    overview that gets the colour of the condition. `may_be_symptom`: another condition may be its cause, so it comes
-    after the others.
+    `listed`: the list of what the condition is about, if there is one. `settled`: where one fact is settled, if not by
+    a button. `settles`: the name of a fact of other conditions; such a fact is settled there, too. `figure`: the figure
+    of the overview that gets the colour of the condition. `may_be_symptom`: it comes after the other conditions.
     """
 
     listed: Place | None
@@ -265,10 +260,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
     """Declared conditions by name."""
 
     def declare(self, **declared: Any) -> Callable[[Rule[State]], Rule[State]]:
-        """Declare the condition that the decorated rule finds. The parameters are those of `DeclaredCondition`.
-
-        It has the name of the function.
-        """
+        """Declare the condition that the decorated rule finds, and that has its name."""
 
         def add(rule: Rule[State]) -> Rule[State]:
             self.add(DeclaredCondition(name=rule.__name__, rule=rule, **declared))
@@ -288,11 +280,7 @@ class Declarations(dict[str, DeclaredCondition[State]]):
 
 @dataclass(frozen=True, slots=True)
 class ConditionReport:
-    """All conditions that hold, the worst first.
-
-    `is_complete` is False if the broker did not answer. If `is_complete` is False, conditions that are not listed may
-    hold, too.
-    """
+    """All conditions that hold, the worst first; if the broker did not answer, `is_complete` is False."""
 
     conditions: Sequence[Condition]
     is_complete: bool = True
@@ -325,10 +313,7 @@ def fact_of(row: object, *names: str, **more: str | float | None) -> Fact:
 
 
 def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") -> Condition:
-    """Return a condition that is declared nowhere, with its own texts.
-
-    A condition with severity OK needs no next step.
-    """
+    """Return a condition that is declared nowhere, with its own texts."""
     return Condition(name, severity, meaning=meaning, next_step=next_step)
 
 

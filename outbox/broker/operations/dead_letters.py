@@ -20,7 +20,7 @@ class DeadLetter:
     """A message that a group gave up after `attempts` attempts.
 
     `replayed_at` is the time at which an operator replayed or discarded the letter. `discarded_at` is set only if an
-    operator discarded the letter.
+    operator discarded it.
     """
 
     group: str
@@ -41,11 +41,7 @@ class DeadLetter:
 
 
 class PagePosition(NamedTuple):
-    """A position in the list of dead letters, newest first.
-
-    The position of the last letter of a page is the start of the next page, even if letters were settled in the
-    meantime.
-    """
+    """A position in a list that is ordered by time: the next page begins after that of the last row."""
 
     dead_at: datetime
     log_id: int
@@ -90,25 +86,21 @@ _SELECTED: Final = """
       AND (%(until)s::timestamptz IS NULL OR d.dead_at < %(until)s::timestamptz)
 """
 
-_LIST = Statement(
-    """
+_LIST = Statement(f"""
 SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at,
        CASE WHEN d.discarded_at IS NULL THEN d.replayed_at END AS replayed_at,
        CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at, d.log_id
-FROM {schema}.dead_letter d
-JOIN {schema}.consumer_group g USING (group_id)
-JOIN {schema}.commit_log l USING (log_id)
-JOIN {schema}.topic t USING (topic_id)
+FROM {{schema}}.dead_letter d
+JOIN {{schema}}.consumer_group g USING (group_id)
+JOIN {{schema}}.commit_log l USING (log_id)
+JOIN {{schema}}.topic t USING (topic_id)
 WHERE (%(group)s::text IS NULL OR g.name = %(group)s::text)
   AND (%(settled)s::boolean OR d.replayed_at IS NULL)
   AND (%(after_id)s::bigint IS NULL OR (d.dead_at, d.log_id) < (%(after)s::timestamptz, %(after_id)s::bigint))
-  AND """
-    + _SELECTED
-    + """
+  AND {_SELECTED}
 ORDER BY d.dead_at DESC, d.log_id DESC
 FETCH FIRST %(limit)s ROWS WITH TIES
-"""
-)
+""")
 
 
 def list_dead_letters(
@@ -122,9 +114,8 @@ def list_dead_letters(
 ) -> Sequence[DeadLetter]:
     """Return a page of the dead letters of one group or of all groups, the newest letter first.
 
-    With `settled`, the page includes settled letters. To read the next page, pass the `place` of the last letter as
-    `after`. If several groups gave up one message at the same instant, the letters of these groups have the same place
-    and are on the same page. So a page may be longer than `limit`.
+    To read the next page, pass the `place` of the last letter as `after`. If several groups gave up one message at the
+    same instant, their letters have the same place and are on the same page, so a page may be longer than `limit`.
     """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     place = {"after": after and after.dead_at, "after_id": after and after.log_id}
@@ -146,22 +137,18 @@ def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[Row
     return run.objects(Row, _ATTEMPTS, {"group": group, "message_id": message_id})
 
 
-_CHOSEN: Final = (
-    """
+_CHOSEN: Final = f"""
 WITH chosen AS (
     SELECT d.group_id, d.log_id, l.topic_id
-    FROM {schema}.dead_letter d
-    JOIN {schema}.commit_log l USING (log_id)
-    JOIN {schema}.topic t USING (topic_id)
-    WHERE d.group_id = %(group_id)s AND d.replayed_at IS NULL AND """
-    + _SELECTED
-    + """
+    FROM {{schema}}.dead_letter d
+    JOIN {{schema}}.commit_log l USING (log_id)
+    JOIN {{schema}}.topic t USING (topic_id)
+    WHERE d.group_id = %(group_id)s AND d.replayed_at IS NULL AND {_SELECTED}
     ORDER BY d.log_id
     LIMIT %(limit)s
     FOR UPDATE OF d
 )
 """
-)
 _LOCK = Statement(_CHOSEN + "SELECT log_id FROM chosen ORDER BY log_id")
 
 
@@ -175,24 +162,22 @@ def lock(run: Executor, group: str, selection: LetterSelection, *, limit: int) -
 
 
 _TOPICS = Statement(_CHOSEN + "SELECT DISTINCT topic_id FROM chosen ORDER BY topic_id")
-_REPLAY = Statement(
-    _CHOSEN
-    + """
+_REPLAY = Statement(f"""{_CHOSEN}
 , marked AS (
-    UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = NULL
+    UPDATE {{schema}}.dead_letter d SET replayed_at = now(), discarded_at = NULL
     FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
 ), delivered AS (
-    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
+    INSERT INTO {{schema}}.scheduled (log_id, due_at, queue_id, attempt)
     SELECT chosen.log_id, now(), q.queue_id, 0
     FROM chosen
-    JOIN {schema}.topic t ON t.retry_of = chosen.group_id
-    JOIN {schema}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
+    JOIN {{schema}}.topic t ON t.retry_of = chosen.group_id
+    JOIN {{schema}}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
     ORDER BY chosen.log_id
     ON CONFLICT DO NOTHING
     RETURNING log_id
 ), counted AS (
     -- After a reset, the group may have an entry of a message that waits for its first attempt after a replay already.
-    UPDATE {schema}.subscription known SET discarded = discarded + one.letters
+    UPDATE {{schema}}.subscription known SET discarded = discarded + one.letters
     FROM (
         SELECT topic_id, count(*) AS letters FROM chosen
         WHERE NOT EXISTS (SELECT FROM delivered WHERE delivered.log_id = chosen.log_id)
@@ -201,16 +186,14 @@ _REPLAY = Statement(
     WHERE known.group_id = %(group_id)s AND known.topic_id = one.topic_id
 )
 SELECT count(*) FROM delivered
-"""
-)
+""")
 
 
 def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
-    """Deliver dead letters again through the group's retry queues, with new attempts. Return the number of letters.
+    """Deliver at most `limit` dead letters again through the group's retry queues, with new attempts, the oldest first.
 
-    The function delivers at most `limit` letters, the oldest letters first. A message that fails all attempts again
-    becomes a dead letter again. To have the messages delivered at once, the caller then sends a notification on
-    Channel.DECIDED. Raises UnknownGroup.
+    Return the number of letters. A message that fails all attempts again becomes a dead letter again. To have the
+    messages delivered at once, the caller then sends a notification on Channel.DECIDED. Raises UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
@@ -219,29 +202,24 @@ def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit
         return int(run.one(_REPLAY, values)[0])
 
 
-_DISCARD = Statement(
-    _CHOSEN
-    + """
+_DISCARD = Statement(f"""{_CHOSEN}
 , marked AS (
-    UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = now()
+    UPDATE {{schema}}.dead_letter d SET replayed_at = now(), discarded_at = now()
     FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
     RETURNING chosen.topic_id
 ), counted AS (
-    UPDATE {schema}.subscription known SET discarded = discarded + one.letters
+    UPDATE {{schema}}.subscription known SET discarded = discarded + one.letters
     FROM (SELECT topic_id, count(*) AS letters FROM marked GROUP BY topic_id) AS one
     WHERE known.group_id = %(group_id)s AND known.topic_id = one.topic_id
 )
 SELECT count(*) FROM marked
-"""
-)
+""")
 
 
 def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
-    """Discard at most `limit` dead letters, the oldest first, and return their number.
+    """Discard at most `limit` dead letters, the oldest first, and return their number. Raises UnknownGroup.
 
-    The group counts these letters as discarded.
-
-    Retention removes discarded letters together with their messages. Raises UnknownGroup.
+    The group counts these letters as discarded. Retention removes them together with their messages.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}

@@ -31,11 +31,7 @@ from outbox.message import Message
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The data that is deleted with a group's subscription to a topic.
-
-    `lag`: messages that the group has not consumed. `retrying`: messages that wait for another attempt. `dead`: dead
-    letters.
-    """
+    """The numbers of messages that a group loses with its subscription to a topic: unconsumed, retried, and dead."""
 
     group: str
     topic: str
@@ -64,22 +60,19 @@ _SUBSCRIBED = Statement("""
 SELECT t.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
 WHERE s.group_id = %(group_id)s ORDER BY t.name
 """)
-_RETRYING = Statement(
-    """
+_RETRYING = Statement(f"""
 WITH retry_queue AS (
-    SELECT queue_id, coalesce((SELECT next_offset FROM """
-    + newest_offset("%(group_id)s", "queue.queue_id")
-    + """ AS newest), 0) AS next_offset
-    FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
+    SELECT queue_id, coalesce((SELECT next_offset FROM {newest_offset("%(group_id)s", "queue.queue_id")} AS newest), 0)
+               AS next_offset
+    FROM {{schema}}.queue JOIN {{schema}}.topic USING (topic_id) WHERE retry_of = %(group_id)s
 ), waiting AS (
-    SELECT log_id FROM {schema}.scheduled JOIN retry_queue USING (queue_id)
+    SELECT log_id FROM {{schema}}.scheduled JOIN retry_queue USING (queue_id)
     UNION ALL
-    SELECT entry.log_id FROM {schema}.consume_queue entry JOIN retry_queue USING (queue_id)
+    SELECT entry.log_id FROM {{schema}}.consume_queue entry JOIN retry_queue USING (queue_id)
     WHERE entry.queue_offset >= retry_queue.next_offset
 )
-SELECT count(*) FROM waiting JOIN {schema}.commit_log USING (log_id) WHERE topic_id = %(topic_id)s
-"""
-)
+SELECT count(*) FROM waiting JOIN {{schema}}.commit_log USING (log_id) WHERE topic_id = %(topic_id)s
+""")
 _DEAD = Statement("""
 SELECT count(*) FROM {schema}.dead_letter JOIN {schema}.commit_log USING (log_id)
 WHERE group_id = %(group_id)s AND replayed_at IS NULL AND topic_id = %(topic_id)s
@@ -133,25 +126,21 @@ _FORGET: Final = [
 ]
 
 
-def _in_its_retry_queues(table: LiteralString) -> Statement:
-    return Statement(f"""
-DELETE FROM {{schema}}.{table} WHERE queue_id IN (
-    SELECT queue_id FROM {{schema}}.queue JOIN {{schema}}.topic USING (topic_id) WHERE retry_of = %(group_id)s)
-""")
-
-
-def _of_group(table: LiteralString) -> Statement:
-    return Statement(f"DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s")
-
-
+_IN_RETRY_QUEUES: Final = """
+queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s)
+"""
 # Also the rows of topics to which the group does not subscribe any more. Leases are locked before offsets, as all other
 # statements do (docs/maintainers/storage.md, Locks).
 _FORGET_GROUP: Final = [
-    _of_group("queue_lease"),
-    *map(_in_its_retry_queues, ("scheduled", "consume_queue", "queue")),
-    *map(_of_group, ("dead_letter", "failure", "timed_out", "consumer_offset", "consumer")),
-    Statement("DELETE FROM {schema}.topic WHERE retry_of = %(group_id)s"),
-    _of_group("consumer_group"),
+    Statement(f"DELETE FROM {{schema}}.{table} WHERE {condition}")
+    for condition, tables in (
+        ("group_id = %(group_id)s", ("queue_lease",)),
+        (_IN_RETRY_QUEUES, ("scheduled", "consume_queue", "queue")),
+        ("group_id = %(group_id)s", ("dead_letter", "failure", "timed_out", "consumer_offset", "consumer")),
+        ("retry_of = %(group_id)s", ("topic",)),
+        ("group_id = %(group_id)s", ("consumer_group",)),
+    )
+    for table in tables
 ]
 _LOCK_TOPIC = Statement("SELECT topic_id FROM {schema}.topic WHERE topic_id = %(topic_id)s FOR UPDATE")
 _GROUPS_OF = Statement("""
@@ -162,13 +151,11 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 
 
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
-    """Delete a group, or only its subscription to `topic`.
-
-    Return the loss per topic; in a dry run, this is the expected loss.
+    """Delete a group, or only its subscription to `topic`. Return the loss per topic, in a dry run the expected loss.
 
     The group's inbox rows stay in the application's database, and a later group of the same name finds these rows.
-    Raises UnknownGroup. Raises UsageError when consumers of the group are alive, or when the group has no subscription
-    to `topic`.
+    Raises UnknownGroup, and UsageError when consumers of the group are alive, or when the group has no subscription to
+    `topic`.
     """
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
@@ -215,11 +202,10 @@ def _refuse_live(run: Executor, *, group_id: int | None = None, topic: str | Non
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
         consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
-        text = (
+        raise UsageError(
             f"{len(live)} consumers are alive: {consumers}. Stop these consumers and run the command again. "
             "Nothing was changed."
         )
-        raise UsageError(text)
 
 
 def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int) -> Loss:

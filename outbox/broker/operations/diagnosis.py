@@ -51,17 +51,14 @@ ORDER BY name
 
 
 def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
-    """Run all checks.
-
-    The connection must be in autocommit and connected to `database`, and the tables must be installed.
-    """
+    """Run all checks, on an autocommit connection to `database`, whose tables must be installed."""
     # A login that only watches never listens, and must not connect as a worker does.
     listens = grants.lesser_role(run) is not grants.Role.WATCH
     yield from _server(run)
     if listens:
         yield _pooler(run, database)
     yield _clock(run)
-    yield from _timeouts(run)
+    yield _timeouts(run)
     yield _grants(run)
     if listens:
         yield from _direct_grants(database)
@@ -129,13 +126,13 @@ def _clock(run: Executor) -> Condition:
     return of_check("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
-def _timeouts(run: Executor) -> Iterator[Condition]:
+def _timeouts(run: Executor) -> Condition:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
     remedy = (
         "These timeouts apply to publish calls and handlers, not to the broker itself. Make sure that no handler "
         "needs more time than these timeouts allow."
     )
-    yield of_check("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
+    return of_check("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
 def _grants(run: Executor, subject: str = "grants", *, is_for_workers: bool = False) -> Condition:
@@ -178,10 +175,7 @@ def _grants(run: Executor, subject: str = "grants", *, is_for_workers: bool = Fa
 
 
 def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
-    """Check the grants of the direct connection's role, which may be another role.
-
-    Ticks and retention need these grants.
-    """
+    """Check the grants of the direct connection's role, which may be another role: ticks and retention need them."""
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"

@@ -14,19 +14,18 @@ from outbox.broker.operations.liveness import is_silent
 from outbox.transaction import STILL_RUNNING
 
 # A process that has died without leaving its groups is listed for an hour after the end of its membership.
-_PROCESSES: Final = Statement(
-    """
+_PROCESSES: Final = Statement(f"""
 WITH listed AS MATERIALIZED (
     SELECT instance_id, min(host) AS host, min(pid) AS pid, min(joined_at) AS joined_at,
            max(expires_at) AS expires_at, array_agg(consumer_group.name ORDER BY consumer_group.name) AS groups
-    FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
+    FROM {{schema}}.consumer JOIN {{schema}}.consumer_group USING (group_id)
     WHERE expires_at > clock_timestamp() - interval '1 hour'
     GROUP BY instance_id
     HAVING %(group)s::text IS NULL OR bool_or(consumer_group.name = %(group)s)
 ), held AS MATERIALIZED (
     -- The groups of the listed processes: a group of its own page is found by the index.
-    SELECT owner, count(*) AS queues FROM {schema}.queue_lease
-    WHERE group_id IN (SELECT group_id FROM listed JOIN {schema}.consumer USING (instance_id))
+    SELECT owner, count(*) AS queues FROM {{schema}}.queue_lease
+    WHERE group_id IN (SELECT group_id FROM listed JOIN {{schema}}.consumer USING (instance_id))
       AND owner IN (SELECT instance_id FROM listed) AND queue_lease.expires_at > clock_timestamp()
     GROUP BY owner
 )
@@ -35,17 +34,14 @@ SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
        CASE WHEN expires_at <= clock_timestamp() THEN 'vanished' WHEN known.draining THEN 'draining'
             ELSE 'alive' END AS state,
-       EXISTS (SELECT FROM {schema}.outage WHERE outage.instance_id = listed.instance_id) AS is_outage,
-       """
-    + is_silent("listed")
-    + """ AS is_silent,
-       EXISTS (SELECT FROM {schema}.leader_lease leader
+       EXISTS (SELECT FROM {{schema}}.outage WHERE outage.instance_id = listed.instance_id) AS is_outage,
+       {is_silent("listed")} AS is_silent,
+       EXISTS (SELECT FROM {{schema}}.leader_lease leader
                WHERE role = 'sequencer' AND leader.owner = instance_id
                  AND leader.expires_at > clock_timestamp()) AS leads
-FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {schema}.consumer_process known USING (instance_id)
+FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {{schema}}.consumer_process known USING (instance_id)
 ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s
-"""
-)
+""")
 
 
 PROCESS_STATES: Final = ("alive", "draining", "vanished")
@@ -99,7 +95,7 @@ def may_run(one: Row) -> str:
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# Find the rows that the half scan has not read yet: the rows that the snapshot of the last scan does not contain.
+# The rows that the half scan has not read yet.
 _NEW: Final = """
     SELECT transaction_id, log_id, NULL::timestamptz AS parked_at, 0 AS checks, NULL::timestamptz AS due_at,
            NULL::text AS last_answer, true AS is_immune, true AS new
@@ -149,11 +145,9 @@ def list_open(
     after: UUID | None = None,
     limit: int,
 ) -> list[Row]:
-    """Return a page of open transactions, the oldest first.
+    """Return a page of open transactions, the oldest first: all of them, or those that the parameters select.
 
-    With `transaction_id`, only this one. With `group`, the page has only transactions of this producer group. With
-    `parked`, the page has only parked transactions. To read the next page, pass the last transaction id of this page as
-    `after`. The function changes nothing.
+    `after`: the last transaction id of the page before.
 
     `state`: new (the half scan has not found the transaction yet), waiting (the broker asks the producer group at
     `due_at`) or parked. `is_immune`: the transaction is younger than its immunity. `transactional_id` and `epoch` are

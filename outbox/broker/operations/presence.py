@@ -1,8 +1,4 @@
-"""Answers about the ledgers and inboxes of a project, which are in databases that the broker cannot read.
-
-The answers say which transactions the broker has seen, which messages it could deliver again, and how far the project
-has pruned its ledgers and inboxes.
-"""
+"""What pruning and comparisons ask the broker about ledgers and inboxes, which are in databases that it cannot read."""
 
 from __future__ import annotations
 
@@ -57,9 +53,9 @@ def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[
     """Return the indexes (in the list `handled`) of the messages that the broker could deliver again.
 
     Each element of `handled` has a consumer group, the generation in which the group handled the message, and the
-    message id. Retention removes a message from the log once no group waits for it, so a message that is not in the log
-    is not delivered. An operator may move a group back to any message in the log. An unknown group gets no messages,
-    and no group returns to an older generation, unless it is deleted or the broker is restored.
+    message id. A message that is not in the log is not delivered, but an operator may move a group back to any one in
+    it. An unknown group gets no messages, and no group returns to an older generation, unless it is deleted or the
+    broker is restored.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),
@@ -70,7 +66,7 @@ def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far the services have pruned their ledgers and inboxes, which are in databases that the broker cannot read.
+# How far the services have pruned their ledgers and inboxes.
 
 LEDGER: Final = "ledger"
 INBOX: Final = "inbox"
@@ -88,14 +84,8 @@ def report_pruned(
     run: Executor, producer_group: str, alias: str, name: str, *, keep_seconds: float, pruned_to: datetime
 ) -> None:
     """Store that pruning has examined all rows before `pruned_to` in the table `name` (LEDGER, INBOX) on `alias`."""
-    values = {
-        "group": producer_group,
-        "alias": alias,
-        "name": name,
-        "keep": float(keep_seconds),
-        "pruned_to": pruned_to,
-    }
-    run.execute(_REPORT_PRUNED, values)
+    place = {"group": producer_group, "alias": alias, "name": name}
+    run.execute(_REPORT_PRUNED, {**place, "keep": float(keep_seconds), "pruned_to": pruned_to})
 
 
 _FORGET: Final = Statement("""
@@ -103,9 +93,9 @@ DELETE FROM {schema}.pruned_table WHERE producer_group = %(group)s AND alias <> 
 """)
 
 
-def forget_other_aliases(run: Executor, producer_group: str, aliases: Sequence[str]) -> int:
-    """Remove the rows of databases that the service no longer has; returns the number of removed rows."""
-    return run.count(_FORGET, {"group": producer_group, "aliases": arrays.texts(list(aliases))})
+def forget_other_aliases(run: Executor, producer_group: str, aliases: Sequence[str]) -> None:
+    """Remove the rows of databases that the service no longer has."""
+    run.execute(_FORGET, {"group": producer_group, "aliases": arrays.texts(list(aliases))})
 
 
 _PRUNING_BEHIND: Final = Statement("""
@@ -117,9 +107,8 @@ FROM {schema}.pruned_table ORDER BY behind_seconds DESC
 
 
 def pruning_behind(run: Executor) -> list[dict[str, Any]]:
-    """Return facts about every table that any service has reported; the greatest `behind_seconds` comes first.
+    """Return facts about every table that any service has reported, the latest first.
 
-    The oldest row that pruning has not examined became due `behind_seconds` ago. While pruning fails or does not run,
-    this time grows.
+    `behind_seconds`: since the oldest row that pruning has not examined became due.
     """
     return run.objects(dict, _PRUNING_BEHIND)

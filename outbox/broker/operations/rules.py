@@ -52,8 +52,8 @@ def conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:
 def survey(run: Executor, thresholds: Thresholds | None = None) -> Survey:
     """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
-    If the tables do not fit this code, or a session keeps them locked for more than a second, the verdict contains only
-    one condition: `schema_version` or `lock_held`.
+    If the tables do not fit this code, or a session keeps them locked for more than a second, the only condition is
+    `schema_version` or `lock_held`.
     """
     try:
         with lock_limited(run.connection):
@@ -88,9 +88,8 @@ def _holding(state: BrokerState) -> Iterator[Condition]:
 def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionReport:
     """Return whether a leader runs and makes its ticks in time. Raises psycopg.Error.
 
-    The probe makes a few look-ups by index, so its duration does not depend on the size of the tables, and a load
-    balancer may call it every second. If a session keeps a table locked for more than a second, the only condition is
-    `lock_held`.
+    It makes a few look-ups by index, so its duration does not depend on the size of the tables, and a load balancer may
+    call it every second. If a session keeps a table locked for more than a second, the only condition is `lock_held`.
     """
     try:
         with lock_limited(run.connection):

@@ -19,10 +19,7 @@ from outbox.utils.safe_text import MASK, masked_value
 
 @dataclass(frozen=True, slots=True)
 class FoundMessage:
-    """A stored message. `state`: one of STATES; only committed messages are delivered. `body` is None if not asked for.
-
-    Consumers cannot read the others, because such messages never reach a queue.
-    """
+    """A stored message. `state`: one of STATES. `body` is None if not asked for."""
 
     log_id: int
     message_id: UUID
@@ -46,10 +43,7 @@ class FoundMessage:
             return "base64:" + base64.b64encode(body).decode()
 
     def without(self, names: Collection[str]) -> FoundMessage:
-        """Return the message with *** as the value of each field whose name is in `names`.
-
-        A body that is not JSON is left out, because this function finds fields in JSON only.
-        """
+        """Return the message with *** as the value of each field in `names`. A body that is not JSON is left out."""
         try:
             body = json.dumps(masked_value(json.loads(self.body or b""), names), ensure_ascii=False)
         except (ValueError, RecursionError):
@@ -61,8 +55,7 @@ class FoundMessage:
         return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
 
 
-# An SQL expression for the state of a stored message (alias `log`). The expression reads the decision, the check and
-# the recall of the message.
+# The state of a stored message.
 STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.decision = 'C' THEN 'committed'
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
@@ -109,24 +102,20 @@ def find_messages(
 ) -> list[FoundMessage]:
     """Return a page of messages, the newest first. `with_content`: also their bodies and headers.
 
-    With `topic`, `key` or `state`, all messages of the page have this topic, key or state (one of STATES). The page has
-    messages that were stored at `since` or later, and before `until`. If `since` is None, the page has messages of the
-    last day. To read the next page, pass the last log id of this page as `before`. With `key` and a searchable `topic`,
-    the function reads an index of the keys. Otherwise it reads all messages stored between `since` and `until`, which
-    takes some seconds per ten million messages.
+    They were stored at `since` (default: one day ago) or later, and before `until`. `before`: the last log id of the
+    page before. With `key` and a searchable `topic`, an index of the keys is read. Otherwise all messages of the time
+    span are read, which takes some seconds per ten million.
     """
     topic_id = None
     if topic is not None and (topic_id := find_topic_id(run, topic)) is None:
         return []
     values = {"key": key, "topic_id": topic_id, "since": since, "until": until, "before": before, "state": state}
     values["limit"] = limit
-    # The statement is not prepared, because PostgreSQL must know the length of the time span when it plans the
-    # statement.
+    # Not prepared, because PostgreSQL must know the length of the time span when it plans the statement.
     statement = _WITH_CONTENT if with_content else _WITHOUT_CONTENT
     return run.objects(FoundMessage, statement, values, prepare=False)
 
 
-# The statement makes one look-up by primary key for each pair of a group and a message.
 _UNFINISHED: Final = Statement("""
 SELECT given.log_id,
        (SELECT count(*) FROM {schema}.consumer_group JOIN {schema}.dead_letter letter USING (group_id)
@@ -149,9 +138,7 @@ def unfinished_deliveries(run: Executor, log_ids: Sequence[int]) -> dict[int, Ro
     return {row.log_id: row for row in rows}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A message's body and headers. A separate statement reads body and headers, because only some operators may see body
-# and headers.
+# Apart, because only some operators may see body and headers.
 
 _CONTENT: Final = Statement("""
 SELECT topic.name AS topic, content_type, octet_length(body) AS size, body, headers

@@ -27,10 +27,7 @@ SELECT (SELECT count(*) FROM open),
 FROM pg_roles, pg_database
 WHERE rolname = session_user AND datname = current_database()
 """)
-_CONSUMERS: Final = Statement("""
-SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox-consumer'
-""")
-
+_CONSUMERS: Final = Statement("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox-consumer'")
 _PID: Final = Statement("SELECT pg_backend_pid()")
 
 
@@ -56,11 +53,9 @@ def limits(run: Executor) -> list[Limit]:
 
 def consumer_processes(run: Executor) -> int:
     """Return how many consumer processes are connected to this server now."""
-    [count] = run.one(_CONSUMERS)
-    return int(count)
+    return int(run.one(_CONSUMERS)[0])
 
 
 def is_behind_pooler(run: Executor) -> bool:
     """Return whether a pooler is in between, which has limits of its own. It reports an invented process id."""
-    [pid] = run.one(_PID)
-    return bool(pid != run.connection.info.backend_pid)
+    return bool(run.one(_PID)[0] != run.connection.info.backend_pid)

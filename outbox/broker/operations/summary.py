@@ -1,8 +1,7 @@
 """The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading process refreshes the summary (`summaries`). If counting takes long, the process refreshes the summary more
-rarely. Readers also get the age of the summary. If no process leads and the summary is old, the reader counts the
-numbers itself. `overview` adds the leader and the live consumers. Times are seconds since 1970 by the database's clock.
+The leading process refreshes the summary (`summaries`), more rarely if counting takes long. If no process leads and the
+summary is old, the reader counts the numbers itself. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from outbox.broker.operations.progress import EVERY, GROUPS
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
-# The figures of a group that are not about its queues: unsettled dead letters, retries that wait for their time, and
-# claimed messages that have left their queue.
+# The figures of a group that are not about its queues (`GroupRest`).
 _RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
@@ -55,8 +53,7 @@ LEFT JOIN (SELECT group_id, sum(timed_out) AS timed_out FROM {schema}.subscripti
 ORDER BY consumer_group.name
 """
 
-# Per producer group: the number of undecided and of parked transactions, the time at which the oldest undecided one was
-# stored, and the time at which the first check became due.
+# Per producer group (`ProducerProgress`).
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
@@ -67,8 +64,7 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pend
 GROUP BY producer_group ORDER BY producer_group
 """
 
-# Figures per topic. `behind_since`: the time from which retention may remove the oldest message that every group has
-# consumed. This time may be in the future.
+# Per topic (`TopicProgress`).
 _TOPICS: Final = """
 WITH reader AS (
     SELECT group_id, topic_id FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
@@ -99,8 +95,7 @@ WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
 """
 
-# One statement reads the figures of groups, producers and topics, the time, and the number of assigned log ids. With
-# separate statements, the leader would make more round trips every few seconds, even if there are no messages.
+# One statement, because the leader executes it every few seconds, even if there are no messages.
 _COUNT: Final = Statement(f"""
 WITH {EVERY}
 SELECT extract(epoch FROM clock_timestamp())::double precision,
@@ -128,7 +123,7 @@ SELECT extract(epoch FROM at)::double precision, took_seconds,
 FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1
 """)
 
-# The totals of two summaries: the youngest summary that is at least `window` seconds old, and the newest summary.
+# The totals of the youngest summary that is at least `window` seconds old, and of the newest one.
 _TOTALS: Final = Statement("""
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary
  WHERE at <= clock_timestamp() - make_interval(secs => %(window)s) ORDER BY summary_id DESC LIMIT 1)
@@ -144,8 +139,7 @@ KEPT_SECONDS: Final = 900.0
 COUNT_SECONDS: Final = 5.0
 # Readers do not use a summary that is older than this number of seconds, because its writer has probably stopped.
 FRESH_SECONDS: Final = 60.0
-# The largest share of the time that a process spends on counting in the background. The longer a count takes, the later
-# the next count begins.
+# The largest share of the time that a process spends on counting in the background.
 SHARE: Final = 0.05
 # The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader. It
 # would say "in order" while these messages are in no queue, so a summary names its leader and its number.
@@ -154,11 +148,9 @@ _COUNTS_UNTIL_CURRENT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """A consumer group on one topic, or on its retry queue. `lag` counts queued and unfinished messages.
+    """A consumer group on one topic, or on its retry queue: the sums of `QueueProgress`.
 
-    `oldest_at` is the time from which the first unfinished message could be consumed. `queued` and the fields after
-    `queued` are totals from the start of the group; see QueueProgress for `handled` and `skipped`. `blocked` and
-    `stopped` count queues. A broadcast group has no `GroupProgress`, because a broadcast group stores no positions.
+    `blocked` and `stopped` count queues. A broadcast group has none, because it stores no positions.
     """
 
     group: str
@@ -210,11 +202,10 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """The figures of a topic.
+    """The figures of a topic. `queued`: all messages that came into its queues; other fields count those in no queue.
 
-    `queued` is the total of all messages that came into its queues; other fields count messages that are in no queue
-    yet. `behind_since`: the time from which retention may remove the oldest message that every group has consumed. This
-    time may be in the future.
+    `behind_since`: the time, perhaps in the future, from which retention may remove the oldest message that every group
+    has consumed.
     """
 
     topic: str
@@ -244,10 +235,9 @@ class LeadingProcess:
 class Summary:
     """The whole summary: when the figures were counted (`at`), when they were read (`now`), and the figures.
 
-    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. `drawn` is None in a stored
-    summary, and if the role may not read this number. `stored_age_seconds`: the age of the newest stored summary, or
-    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted the figures itself.
-    `leader` is None if the reader has counted, and if a leader of an earlier version has counted.
+    `drawn`: the number of assigned log ids; None in a stored summary, and if the role may not read it.
+    `stored_age_seconds`: the age of the newest stored summary, or None. `is_late`: no stored summary was fresh, so the
+    reader has counted. `leader` is None if the reader or a leader of an earlier version has counted.
     """
 
     at: float
@@ -274,8 +264,7 @@ class Summary:
     def seconds_since(self, at: float | None) -> float | None:
         """The seconds from `at` until the figures were counted; None if `at` is None.
 
-        The result ends at the time of the count, because messages may have been consumed after the count. It is finite:
-        JSON holds an infinite time as a text, and times before 1970 count as 1970.
+        It is finite: JSON holds an infinite time as a text, and times before 1970 count as 1970.
         """
         return None if at is None else max(0.0, self.at - max(0.0, float(at)))
 
@@ -293,11 +282,10 @@ _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count all figures now, in one snapshot.
+    """Count all figures now, in one snapshot: of the caller's transaction if there is one.
 
-    Use the caller's transaction if there is one, else a separate transaction. The count reads every position and every
-    unsettled message, which takes seconds on the largest brokers. Raises LockNotAvailable when a session keeps a table
-    locked.
+    It reads every position and every unsettled message, which takes seconds on the largest brokers. Raises
+    LockNotAvailable when a session keeps a table locked.
     """
     started = time.monotonic()
     with _limited(run.connection):
@@ -305,23 +293,15 @@ def count(run: Executor) -> Summary:
         groups, rests, producers, topics = (
             [row_type(**row) for row in rows] for row_type, rows in zip(_PARTS.values(), counted, strict=True)
         )
-    return Summary(
-        at=now,
-        now=now,
-        took_seconds=time.monotonic() - started,
-        groups=groups,
-        rests=rests,
-        producers=producers,
-        topics=topics,
-        drawn=drawn,
-    )
+    took = time.monotonic() - started
+    parts: dict[str, Any] = {"groups": groups, "rests": rests, "producers": producers, "topics": topics}
+    return Summary(at=now, now=now, took_seconds=took, drawn=drawn, **parts)
 
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
     # Without `lock_timeout`, the wait for a lock would count as time of counting, and the next count would begin later.
-    # The condition `lock_held` names the session that holds the lock. `prepare` is False, because PostgreSQL cannot
-    # prepare a string with several statements.
+    # `prepare` is False, because PostgreSQL cannot prepare a string with several statements.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -346,10 +326,7 @@ def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
 
 
 def read(run: Executor) -> Summary:
-    """Return the newest stored summary; if it is too old, count now and return the result.
-
-    Raises LockNotAvailable as `count` does.
-    """
+    """Return the newest stored summary; if it is too old, count now. Raises LockNotAvailable as `count` does."""
     found = stored(run)
     if found is None:
         return replace(count(run), is_late=True)
@@ -367,20 +344,11 @@ def stored(run: Executor) -> Summary | None:
             return None
         at, took, now, facts = row
         parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
-    return Summary(
-        at=at,
-        now=now,
-        took_seconds=took,
-        stored_age_seconds=now - at,
-        leader=_leader(facts.get("leader")),
-        **parts,
-    )
-
-
-def _leader(stored: Mapping[str, Any] | None) -> LeadingProcess | None:
-    # A leader of a later version may store further fields.
-    known = {field.name for field in fields(LeadingProcess)}
-    return LeadingProcess(**{name: stored[name] for name in known}) if stored else None
+    leader = None
+    if found := facts.get("leader"):
+        # A leader of a later version may store further fields.
+        leader = LeadingProcess(**{field.name: found[field.name] for field in fields(LeadingProcess)})
+    return Summary(at=at, now=now, took_seconds=took, stored_age_seconds=now - at, leader=leader, **parts)
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Row]:
@@ -462,12 +430,10 @@ WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
 class Overview:
     """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups.
 
-    `groups`: each consumer group over all its topics. `handled`: messages that the group has done, also if its process
-    died before it stored the offset; those that a reset lets the group read again count again. `claimed`: messages that
-    have left their queue while their handler runs. `retrying`: messages that wait for another attempt, queued or not.
-    `processes`: the number of live consumer processes. `leading`: the process that leads; None if no process leads, and
-    until the leader has stored its first summary. `is_current` is False if the figures may be those from before the
-    present leader: until it has counted twice, messages that waited for it are not in the figures yet.
+    `groups`: each consumer group over all its topics. `retrying`: messages that wait for another attempt, queued or
+    not. `processes`: the number of live consumer processes. `leading`: the process that leads; None until it has stored
+    its first summary. `is_current` is False until the leader has counted twice: messages that waited for it are not in
+    the figures yet.
     """
 
     broker_id: str
@@ -543,15 +509,13 @@ def overview(run: Executor, summary: Summary) -> Overview:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refresh the summary while this process leads. If counting takes long, refresh the summary more rarely.
+# Refresh the summary while this process leads.
 
 
 def run_once(database: BrokerDatabase, leader: LeadingProcess | None = None) -> float:
-    """Refresh the summary once on a separate connection, and mark the topics whose limits are exceeded.
+    """Refresh the summary on a separate connection, and mark the topics whose limits are exceeded.
 
-    Return how long counting took, in seconds. `leader`: the process that counts, if it leads.
-
-    Raises psycopg.Error or BrokerUnavailable.
+    Return how long counting took, in seconds. Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
         is_lifted = timeouts.lift_where_direct(connection)

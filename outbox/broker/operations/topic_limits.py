@@ -76,12 +76,8 @@ def limit_uses(run: Executor, lags: Lags) -> list[LimitUse]:
     return [max(found, key=lambda use: (use.is_over, use.share)) for _, found in _by_topic(run, lags) if found]
 
 
-def mark_topics(run: Executor, lags: Lags) -> int:
-    """Store in the rows of the topics whether their limits are exceeded, and return the number of changed rows.
-
-    `lags`: the lag of each group on each of its topics.
-    """
-    changed = 0
+def mark_topics(run: Executor, lags: Lags) -> None:
+    """Store in the rows of the topics whether their limits are exceeded."""
     for topic, found in _by_topic(run, lags):
         worst = max((use for use in found if use.is_over), key=lambda use: use.share, default=None)
         wanted = None if worst is None else {"measure": worst.measure, "group": worst.group, "limit": worst.limit}
@@ -89,23 +85,18 @@ def mark_topics(run: Executor, lags: Lags) -> int:
         if wanted != known:
             text = None if worst is None or wanted is None else json.dumps({**wanted, "reason": worst.reason})
             run.execute(_MARK, {"topic": topic.topic, "mark": text})
-            changed += 1
-    return changed
 
 
 def _by_topic(run: Executor, lags: Lags) -> Iterator[tuple[Row, list[LimitUse]]]:
     for topic in run.objects(Row, _LIMITED):
-        yield topic, list(_of_topic(topic, lags))
-
-
-def _of_topic(topic: Row, lags: Lags) -> Iterator[LimitUse]:
-    if topic.backlog_limit is not None:
-        behind = [(messages, group) for name, group, messages in lags if name == topic.topic]
-        if behind:
-            messages, group = max(behind)
-            yield _use(topic, "backlog", group, messages)
-        if topic.uncounted:
-            yield _use(topic, "uncounted", "", topic.uncounted)
+        found = []
+        if topic.backlog_limit is not None:
+            if behind := [(messages, group) for name, group, messages in lags if name == topic.topic]:
+                messages, group = max(behind)
+                found.append(_use(topic, "backlog", group, messages))
+            if topic.uncounted:
+                found.append(_use(topic, "uncounted", "", topic.uncounted))
+        yield topic, found
 
 
 def _use(topic: Row, measure: str, group: str, value: int) -> LimitUse:

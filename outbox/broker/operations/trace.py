@@ -32,10 +32,7 @@ class EntryState(enum.StrEnum):
     SENT_BACK = "sent back"
     """The handling of the message failed, and the message was put into the group's retry queue."""
     LEFT = "left its queue"
-    """The message left the queue without a failed attempt, and is delivered again by a later entry.
-
-    A handler with effects="outside" had claimed it, or it waits for newer code.
-    """
+    """It left the queue without a failed attempt (a claim, newer code), and is delivered again by a later entry."""
     DEAD = "dead"
     """The handling of the message failed, and the message became a dead letter. A later entry may have replayed it."""
     RECALLED = "recalled"
@@ -45,25 +42,14 @@ class EntryState(enum.StrEnum):
     HANDLED = "handled"
     """A handler has finished the entry."""
     PASSED = "handled or skipped"
-    """A handler has finished the entry, or the group has skipped it.
-
-    The group has skipped some entries of this queue: a message was already in the inbox, or a reset moved the group's
-    offset to a later entry. The broker does not store which entries were skipped.
-    """
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Find out which of some messages a consumer group can still receive.
+    """A handler has finished the entry, or a reset or the inbox has let the group skip it: the broker does not know."""
 
 
 class Whereabouts(enum.StrEnum):
     """The state of a message for one consumer group: whether and how the group can still receive it."""
 
     WAITING = "waiting"
-    """The message is undecided, not queued yet, scheduled or held, or it waits for a retry.
-
-    A message in a queue also has this state if the group has not consumed it yet.
-    """
+    """The message is undecided, in no queue yet, or in a queue that the group has not consumed; or it is retried."""
     DEAD = "dead"
     """The message is a dead letter that no operator has settled."""
     DISCARDED = "discarded"
@@ -78,24 +64,21 @@ class Whereabouts(enum.StrEnum):
 # entry and will remove the message later.
 _UNSEQUENCED_SECONDS: Final = 3600
 
-_WHEREABOUTS: Final = Statement(
-    """
+_WHEREABOUTS: Final = Statement(f"""
 WITH asked AS MATERIALIZED (
     SELECT log.message_id, log.log_id, log.half AND op.decision IS NULL AS undecided,
            op.decision IS NOT DISTINCT FROM 'R' AS rolled_back, log.stored_at, log.deliver_at
-    FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
+    FROM {{schema}}.commit_log log LEFT JOIN {{schema}}.op_log op USING (transaction_id)
     WHERE log.message_id = ANY (%(ids)s::uuid[])
 ), consumer AS MATERIALIZED (
-    SELECT group_id FROM {schema}.consumer_group WHERE name = %(group)s
+    SELECT group_id FROM {{schema}}.consumer_group WHERE name = %(group)s
 ), entry AS MATERIALIZED (
     SELECT entry.log_id, bool_or(entry.queue_offset >= coalesce(newest.next_offset, 0)) AS ahead
-    FROM {schema}.consume_queue entry
-    JOIN {schema}.queue USING (queue_id)
-    JOIN {schema}.topic ON topic.topic_id = queue.topic_id
+    FROM {{schema}}.consume_queue entry
+    JOIN {{schema}}.queue USING (queue_id)
+    JOIN {{schema}}.topic ON topic.topic_id = queue.topic_id
     CROSS JOIN consumer
-    LEFT JOIN LATERAL """
-    + newest_offset("consumer.group_id", "queue.queue_id")
-    + """ AS newest ON true
+    LEFT JOIN LATERAL {newest_offset("consumer.group_id", "queue.queue_id")} AS newest ON true
     WHERE entry.log_id = ANY (SELECT log_id FROM asked)
       AND (topic.retry_of IS NULL OR topic.retry_of = consumer.group_id)
     GROUP BY entry.log_id
@@ -103,8 +86,8 @@ WITH asked AS MATERIALIZED (
 SELECT asked.message_id, CASE
     WHEN asked.rolled_back THEN 'gone'
     WHEN asked.undecided OR entry.ahead
-         OR EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = asked.log_id)
-         OR EXISTS (SELECT FROM {schema}.held WHERE held.log_id = asked.log_id) THEN 'waiting'
+         OR EXISTS (SELECT FROM {{schema}}.scheduled WHERE scheduled.log_id = asked.log_id)
+         OR EXISTS (SELECT FROM {{schema}}.held WHERE held.log_id = asked.log_id) THEN 'waiting'
     WHEN dead.discarded_at IS NOT NULL THEN 'discarded'
     WHEN dead.log_id IS NOT NULL AND dead.replayed_at IS NULL THEN 'dead'
     WHEN entry.log_id IS NOT NULL THEN 'passed'
@@ -112,13 +95,12 @@ SELECT asked.message_id, CASE
     ELSE 'gone' END
 FROM asked
 LEFT JOIN entry USING (log_id)
-LEFT JOIN {schema}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group_id = (SELECT group_id FROM consumer)
-"""
-)
+LEFT JOIN {{schema}}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group_id = (SELECT group_id FROM consumer)
+""")
 
 
 def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[UUID, Whereabouts]:
-    """Return for each of these messages whether the group can still receive it. One statement reads all messages."""
+    """Return for each of these messages whether the group can still receive it."""
     parameters = {"ids": list(message_ids), "group": group, "unsequenced": _UNSEQUENCED_SECONDS}
     found = {message_id: Whereabouts(where) for message_id, where in run.rows(_WHEREABOUTS, parameters)}
     return {message_id: found.get(message_id, Whereabouts.GONE) for message_id in message_ids}
@@ -166,23 +148,20 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 # failed attempt raises the attempt number of the next entry, and a replayed dead letter begins with 0 again. If the
 # number stays, and the message has not become a dead letter since, it left its queue without an attempt. A discarded
 # dead letter has the state 'dead', too.
-_ENTRIES: Final = Statement(
-    """
+_ENTRIES: Final = Statement(f"""
 WITH seen AS (
     SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id,
            queue.number AS queue, entry.queue_offset AS offset, entry.attempt, entry.queued_at, consumer_group.group_id,
            consumer_group.name AS group, topic.retry_of, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
            coalesce(newest.start_offset, 0) AS start_offset, newest.skipped + abs(newest.moved) > 0 AS has_passed_over,
            lead(entry.attempt) OVER later AS next_attempt, subscription.filter
-    FROM {schema}.consume_queue entry
-    JOIN {schema}.queue USING (queue_id)
-    JOIN {schema}.topic ON topic.topic_id = queue.topic_id
-    LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
-    LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
-    LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
-    LEFT JOIN LATERAL """
-    + newest_offset("consumer_group.group_id", "queue.queue_id")
-    + """ AS newest ON true
+    FROM {{schema}}.consume_queue entry
+    JOIN {{schema}}.queue USING (queue_id)
+    JOIN {{schema}}.topic ON topic.topic_id = queue.topic_id
+    LEFT JOIN {{schema}}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
+    LEFT JOIN {{schema}}.subscription ON subscription.topic_id = topic.topic_id
+    LEFT JOIN {{schema}}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
+    LEFT JOIN LATERAL {newest_offset("consumer_group.group_id", "queue.queue_id")} AS newest ON true
     WHERE entry.log_id = ANY (%(log_ids)s)
     WINDOW later AS (PARTITION BY entry.log_id, consumer_group.group_id
                      ORDER BY topic.retry_of NULLS FIRST, entry.queued_at, entry.attempt, queue.queue_id,
@@ -190,7 +169,7 @@ WITH seen AS (
 )
 SELECT seen.log_id, topic, seen.queue_id, queue, seen.offset, seen.attempt, queued_at::text, seen.group, CASE
            WHEN seen.group IS NULL THEN 'no group'
-           WHEN EXISTS (SELECT FROM {schema}.timed_out late
+           WHEN EXISTS (SELECT FROM {{schema}}.timed_out late
                         WHERE late.log_id = seen.log_id AND late.group_id = seen.group_id
                           AND late.queue_id = seen.queue_id AND late.queue_offset = seen.offset) THEN 'timed out'
            WHEN next_attempt IS NULL AND letter.log_id IS NOT NULL
@@ -199,7 +178,7 @@ SELECT seen.log_id, topic, seen.queue_id, queue, seen.offset, seen.attempt, queu
            WHEN next_attempt IS NULL AND retry.attempt = seen.attempt AND (dead_at >= queued_at) IS NOT TRUE
                THEN 'left its queue'
            WHEN next_attempt IS NULL AND retry.attempt IS NOT NULL THEN 'sent back'
-           WHEN next_attempt IS NULL AND EXISTS (SELECT FROM {schema}.recalled_retry taken
+           WHEN next_attempt IS NULL AND EXISTS (SELECT FROM {{schema}}.recalled_retry taken
                                                  WHERE taken.log_id = seen.log_id AND taken.group_id = seen.group_id)
                THEN 'recalled'
            WHEN seen.offset >= next_offset THEN CASE WHEN seen.offset < floor THEN 'expired' ELSE 'waiting' END
@@ -208,16 +187,17 @@ SELECT seen.log_id, topic, seen.queue_id, queue, seen.offset, seen.attempt, queu
            WHEN next_attempt IS NOT NULL THEN CASE WHEN next_attempt = 0 THEN 'dead' ELSE 'sent back' END
            WHEN has_passed_over THEN 'handled or skipped'
            ELSE 'handled' END AS state,
-       seen.filter, log.tag, CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
+       seen.filter, log.tag,
+       CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{{{}}}}' END AS headers
 FROM seen
-JOIN {schema}.commit_log log USING (log_id)
-LEFT JOIN {schema}.dead_letter letter ON letter.log_id = seen.log_id AND letter.group_id = seen.group_id
+JOIN {{schema}}.commit_log log USING (log_id)
+LEFT JOIN {{schema}}.dead_letter letter ON letter.log_id = seen.log_id AND letter.group_id = seen.group_id
 LEFT JOIN LATERAL (SELECT bool_or(claimed) AS claimed, (array_agg(scheduled.attempt ORDER BY due_at DESC))[1] AS attempt
-                   FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+                   FROM {{schema}}.scheduled
+                   JOIN {{schema}}.queue USING (queue_id) JOIN {{schema}}.topic USING (topic_id)
                    WHERE scheduled.log_id = seen.log_id AND topic.retry_of = seen.group_id) AS retry ON true
 ORDER BY seen.log_id, retry_of NULLS FIRST, seen.queued_at, seen.attempt, seen.queue_id, seen.offset, seen.group
-"""
-)
+""")
 
 _FAILURES: Final = Statement("""
 SELECT log_id, consumer_group.name AS group, attempt, failed_at::text, error
@@ -279,8 +259,7 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     messages = run.objects(Row, _MESSAGES, {"id": message_or_transaction_id})
     if not messages:
         return None
-    transaction = {"id": messages[0].transaction_id}
-    rows = {"log_ids": [message.log_id for message in messages]}
+    transaction, rows = {"id": messages[0].transaction_id}, {"log_ids": [message.log_id for message in messages]}
     decision = next(iter(run.objects(Row, _DECISION, transaction)), None)
     return Trace(
         messages=messages,

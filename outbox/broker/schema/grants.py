@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from psycopg import sql
 
@@ -76,14 +76,15 @@ _READ_ONLY: Final = ("publisher", "schema_version")
 _WRITES: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 _STATE: Final = Statement("""
-SELECT current_user::text, (SELECT rolsuper FROM pg_roles WHERE rolname = current_user),
-       ARRAY(SELECT rolname::text FROM pg_roles WHERE rolname = ANY (%(roles)s)),
-       (SELECT pg_get_userbyid(nspowner)::text FROM pg_namespace WHERE nspname = %(schema)s),
+SELECT current_user::text AS user, (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) AS is_superuser,
+       ARRAY(SELECT rolname::text FROM pg_roles WHERE rolname = ANY (%(roles)s)) AS existing,
+       (SELECT pg_get_userbyid(nspowner)::text FROM pg_namespace WHERE nspname = %(schema)s) AS schema_owner,
        ARRAY(SELECT rolname::text FROM pg_roles
-             WHERE rolname = ANY (%(roles)s) AND has_schema_privilege(rolname, to_regnamespace(%(schema)s), 'USAGE')),
-       pg_has_role(current_user, coalesce(to_regrole(quote_ident(%(own)s)), 0::oid), 'USAGE'),
+             WHERE rolname = ANY (%(roles)s) AND has_schema_privilege(rolname, to_regnamespace(%(schema)s), 'USAGE'))
+           AS used,
+       pg_has_role(current_user, coalesce(to_regrole(quote_ident(%(own)s)), 0::oid), 'USAGE') AS owns,
        (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
-           OR pg_has_role(current_user, 'pg_read_all_stats', 'USAGE WITH ADMIN OPTION')
+           OR pg_has_role(current_user, 'pg_read_all_stats', 'USAGE WITH ADMIN OPTION') AS may_show_sessions
 """)
 _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(to_regrole(quote_ident(%(role)s)), 'pg_read_all_stats', 'USAGE')")
 
@@ -106,10 +107,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Logins:
-    """The logins (or other roles) that become members of the four roles.
-
-    The members of `publish` may publish for `producer_group`.
-    """
+    """The logins that become members of the four roles; those of `publish` may publish for `producer_group`."""
 
     members: Mapping[Role, Sequence[str]]
     producer_group: str | None = None
@@ -117,8 +115,8 @@ class Logins:
 
 def _state(run: Executor) -> _State:
     names = [role_name(run.schema, role) for role in Role]
-    own = role_name(run.schema, Role.OWN)
-    return _State(*run.one(_STATE, {"roles": names, "schema": run.schema, "own": own}))
+    values = {"roles": names, "schema": run.schema, "own": role_name(run.schema, Role.OWN)}
+    return run.objects(_State, _STATE, values)[0]
 
 
 def plan(run: Executor, logins: Logins) -> list[str]:
@@ -127,19 +125,19 @@ def plan(run: Executor, logins: Logins) -> list[str]:
     names = {role: role_name(run.schema, role) for role in Role}
     found = [create_role(name) for name in names.values() if name not in state.existing]
     if not state.owns and not state.is_superuser:
-        found.append(_text("GRANT {} TO {}", names[Role.OWN], state.user))
+        found.append(text_of("GRANT {} TO {}", names[Role.OWN], state.user))
     found += _rights(run, state)
     for role in (Role.WORK, Role.WATCH):
         if names[role] not in state.existing or not run.one(_SEES_SESSIONS, {"role": names[role]})[0]:
             # A comment, so that the other rights are granted by a role that may not grant this one.
             prefix = "" if state.may_show_sessions else "-- a superuser has to execute: "
-            found.append(prefix + _text("GRANT pg_read_all_stats TO {}", names[role]))
+            found.append(prefix + text_of("GRANT pg_read_all_stats TO {}", names[role]))
     for role, members in logins.members.items():
-        found += [_text("GRANT {} TO {}", names[role], member) for member in members]
+        found += [text_of("GRANT {} TO {}", names[role], member) for member in members]
     if logins.producer_group is not None:
         insert = "INSERT INTO {}.publisher (role, producer_group) VALUES ({}, {}) ON CONFLICT DO NOTHING"
         found += [
-            _text(insert, run.schema, sql.Literal(member), sql.Literal(logins.producer_group))
+            text_of(insert, run.schema, sql.Literal(member), sql.Literal(logins.producer_group))
             for member in logins.members.get(Role.PUBLISH, ())
         ]
     return found
@@ -150,7 +148,7 @@ def create_role(name: str) -> str:
 
     The statements for two databases of one server are made before the first of them is executed.
     """
-    return _text("DO $$ BEGIN CREATE ROLE {} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$", name)
+    return text_of("DO $$ BEGIN CREATE ROLE {} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$", name)
 
 
 def tables_to_own(run: Executor) -> list[str]:
@@ -175,32 +173,37 @@ def _rights(run: Executor, state: _State) -> Iterator[str]:
     schema, installed = run.schema, objects(run)
     publish, work, watch, own = (role_name(schema, role) for role in Role)
     if state.schema_owner != own:
-        yield _text("ALTER SCHEMA {} OWNER TO {}", schema, own)
+        yield text_of("ALTER SCHEMA {} OWNER TO {}", schema, own)
     for one in installed:
         if one.owner not in (None, own):
-            yield _text(f"ALTER {one.kind} {{}}.{{}} OWNER TO {{}}", schema, sql.SQL(one.identity), own)
-    yield _text("GRANT USAGE ON SCHEMA {} TO {}, {}, {}", schema, publish, work, watch)
-    yield _text("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {} TO {}", schema, work)
+            yield text_of(f"ALTER {one.kind} {{}}.{{}} OWNER TO {{}}", schema, sql.SQL(one.identity), own)
+    yield text_of("GRANT USAGE ON SCHEMA {} TO {}, {}, {}", schema, publish, work, watch)
+    yield text_of("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {} TO {}", schema, work)
     for table in _READ_ONLY:
-        yield _text("REVOKE INSERT, UPDATE, DELETE ON {}.{} FROM {}", schema, table, work)
-    yield _text("GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, work)
-    yield _text("GRANT SELECT ON ALL TABLES IN SCHEMA {} TO {}", schema, watch)
-    yield _text("GRANT SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, watch)
+        yield text_of("REVOKE INSERT, UPDATE, DELETE ON {}.{} FROM {}", schema, table, work)
+    yield text_of("GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, work)
+    yield text_of("GRANT SELECT ON ALL TABLES IN SCHEMA {} TO {}", schema, watch)
+    yield text_of("GRANT SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, watch)
     for table, rights in _OF_PUBLISHERS.items():
         for right, columns in rights.items():
-            of = sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
-            yield _text(f"GRANT {right}{{}} ON {{}}.{{}} TO {{}}", of, schema, table, publish)
+            yield text_of(f"GRANT {right}{{}} ON {{}}.{{}} TO {{}}", in_brackets(columns), schema, table, publish)
     for one in installed:
         if one.kind == "FUNCTION":
             function = sql.SQL(one.identity)
             if one.name in GRANTED_ONLY:
-                yield _text("REVOKE EXECUTE ON FUNCTION {}.{} FROM PUBLIC", schema, function)
+                yield text_of("REVOKE EXECUTE ON FUNCTION {}.{} FROM PUBLIC", schema, function)
             roles = [work, *([publish] if one.name in PUBLISHING else []), *([watch] if one.name in _READING else [])]
             to = sql.SQL(", ").join(map(sql.Identifier, roles))
-            yield _text("GRANT EXECUTE ON FUNCTION {}.{} TO {}", schema, function, to)
+            yield text_of("GRANT EXECUTE ON FUNCTION {}.{} TO {}", schema, function, to)
 
 
-def _text(template: str, *values: str | sql.Composable) -> str:
+def in_brackets(columns: Sequence[str]) -> sql.Composable:
+    """Return the columns of a GRANT; empty for the whole table."""
+    return sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
+
+
+def text_of(template: str, *values: str | sql.Composable) -> str:
+    """Return a statement; a value that is a text is an identifier."""
     named = [sql.Identifier(value) if isinstance(value, str) else value for value in values]
     return sql.SQL(template).format(*named).as_string(None)
 
@@ -220,7 +223,7 @@ class MissingRight:
 
 # The rights in the arrays that the role does not have. `columns`: '' for the whole object.
 _MISSING: Final = Statement("""
-SELECT kind, name, "right", columns
+SELECT current_user::text, kind, name, "right", columns
 FROM unnest(%(kinds)s::text[], %(names)s::text[], %(rights)s::text[], %(columns)s::text[])
      WITH ORDINALITY AS needed (kind, name, "right", columns, place)
 WHERE NOT coalesce(CASE
@@ -279,18 +282,12 @@ def needed_rights(installed: Sequence[SchemaObject], schema: str, role: Role) ->
 
 
 def missing_rights(run: Executor, role: Role, *, producer_group: str | None = None) -> list[MissingRight]:
-    """Return the rights that the connected role needs for `role` and does not have.
-
-    A publisher also needs its producer group.
-    """
+    """Return the rights that the connected role needs for `role` and does not have; of a publisher also its group."""
     user, may_use = run.one(_USER, {"schema": run.schema})
-    me = sql.Identifier(user).as_string(None)
     if not may_use:
-        return [MissingRight(f"schema {run.schema}", "USAGE", f"GRANT USAGE ON SCHEMA {run.schema} TO {me}")]
-    needed = list(needed_rights(objects(run), run.schema, role))
-    columns: Sequence[Sequence[str]] = list(zip(*needed, strict=True))
-    parameters: dict[str, Any] = dict(zip(("kinds", "names", "rights", "columns"), map(list, columns), strict=True))
-    found = [_missing(me, *row) for row in run.rows(_MISSING, parameters)]
+        remedy = f"GRANT USAGE ON SCHEMA {run.schema} TO {text_of('{}', user)}"
+        return [MissingRight(f"schema {run.schema}", "USAGE", remedy)]
+    found = lacking(run, list(needed_rights(objects(run), run.schema, role)))
     # The look-up of the group needs the rights above.
     if role is Role.PUBLISH and producer_group is not None and not found:
         [may] = run.one(_MAY_PUBLISH, {"group": producer_group})
@@ -301,9 +298,16 @@ def missing_rights(run: Executor, role: Role, *, producer_group: str | None = No
     return found
 
 
+def lacking(run: Executor, needed: Sequence[_Needed]) -> list[MissingRight]:
+    """Return those of the rights that the connected role does not have."""
+    names = ("kinds", "names", "rights", "columns")
+    parameters = {name: [one[place] for one in needed] for place, name in enumerate(names)}
+    return [_missing(text_of("{}", user), *right) for user, *right in run.rows(_MISSING, parameters)]
+
+
 def _missing(me: str, kind: str, name: str, right: str, columns: str) -> MissingRight:
     if kind == "OWNED":
-        return MissingRight(name, "ownership", f"ALTER TABLE {name} OWNER TO {me}")
+        return MissingRight(f"table {name}", "ownership", f"ALTER TABLE {name} OWNER TO {me}")
     of = f" ({', '.join(columns.split())})" if columns else ""
     word = "" if kind in ("TABLE", "VIEW") else f"{kind} "
     return MissingRight(f"{kind.lower()} {name}", f"{right}{of}", f"GRANT {right}{of} ON {word}{name} TO {me}")

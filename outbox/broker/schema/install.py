@@ -32,9 +32,8 @@ from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
 
-# current.sql creates the tables of a new database, and functions/ has one file per function. When the tables of a
-# released version change, changes/ gets a file, such as changes/0002_title.sql, which brings them to the state of
-# current.sql. The file lists the existing tables that it locks (docs/decisions/196).
+# current.sql creates the tables of a new database, functions/ has one file per function, and changes/ the changes of
+# released tables, such as changes/0002_title.sql, with the existing tables that each locks (docs/decisions/196).
 _FOLDER: Final = resources.files("outbox.broker.schema")
 
 
@@ -82,12 +81,12 @@ MINIMUM_POSTGRESQL: Final = 15
 # The number of seconds for which `install` tries to make one change.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
 # The number of first attempts that do not wait for a lock, so that they delay no other transaction. Each later attempt
-# waits longer than the attempt before, up to `_LONGEST_WAIT_SECONDS`.
+# waits longer than the one before, up to `_LONGEST_WAIT_SECONDS`.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So if a transaction waits behind this change,
-# PostgreSQL does not report a deadlock and does not end that transaction.
+# Shorter than PostgreSQL's deadlock_timeout (1 s), so that PostgreSQL reports no deadlock and ends no transaction that
+# waits behind this change.
 _LONGEST_WAIT_SECONDS: Final = 0.8
 # Before the first attempt, `install` reports each transaction that has used a table for longer than this many seconds.
 # Younger transactions are not reported, because they will probably end soon.
@@ -114,11 +113,7 @@ ON CONFLICT (name) DO UPDATE SET version = excluded.version, leads = excluded.le
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """Two numbers from the installed tables of the core or of a part.
-
-    `version`: 1 for current.sql, then the number of the last applied change; 0 if the tables are missing.
-    `minimum_code`: the lowest version of code that may use the tables.
-    """
+    """The version of the installed tables of the core or of a part (0: missing), and of code that may use them."""
 
     version: int
     minimum_code: int
@@ -137,15 +132,12 @@ def install(
 ) -> int:
     """Create or upgrade the broker's tables and those of the installed parts. Return the new version of the core's.
 
-    Several processes may call this function at the same time. A new database gets the present tables (current.sql). A
-    database with the tables of an earlier release gets the changes that are missing there. Code of the previous version
-    keeps working on the upgraded tables: upgrade the tables first, then deploy the code. Each change is a separate
-    transaction, so it locks few tables, and only for a short time. The next call finishes an interrupted upgrade.
-    `report` receives the sessions that block the upgrade.
+    Several processes may call this function at the same time. Code of the previous version keeps working on the
+    upgraded tables: upgrade the tables first, then deploy the code. Each change is a separate transaction; the next
+    call finishes an interrupted upgrade. `report` receives the sessions that block it.
 
-    Raises SchemaError when this code is too old for the tables, and when all attempts of a change to lock its tables
-    have failed for `patience_seconds`, because other transactions used the tables. Raises ConfigurationError when the
-    server is too old.
+    Raises SchemaError when this code is too old for the tables, and when other transactions have used them for
+    `patience_seconds`. Raises ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -167,9 +159,8 @@ def change_tables(
 ) -> bool:
     """Make the planned change in one transaction, as soon as no other transaction uses its tables. False: no plan.
 
-    `plan` is called in the transaction, under the lock that admits only one installation at a time. If the tables are
-    still in use after `patience_seconds`, the function raises SchemaError and changes nothing. `what` is the word for
-    the change in the text of this error, such as "dropped".
+    `plan` is called under the lock that admits only one installation at a time. After `patience_seconds`, raises
+    SchemaError and changes nothing. `what` is the word for the change in this error, such as "dropped".
     """
     began, attempt, reported_at = time.monotonic(), 0, -math.inf
     tables: Sequence[str] = ()
@@ -195,8 +186,7 @@ def change_tables(
         logger.debug("tables %s are still in use after %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
-        # The pause is random, so that attempts do not always meet the same periodic transaction. The pause after an
-        # attempt is longer than the attempt's wait for the lock.
+        # Random, so that attempts do not always meet the same periodic transaction.
         time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
         attempt += 1
 
@@ -204,7 +194,7 @@ def change_tables(
 def give_rights(
     run: Executor, statements: Sequence[str], *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS
 ) -> None:
-    """Execute the statements of `grants.plan` in one transaction; comments among them are left out.
+    """Execute the statements of `grants.plan` but its comments, in one transaction.
 
     Raises psycopg.Error if the connected role may not execute them, and SchemaError as `change_tables` does.
     """
@@ -257,8 +247,7 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
 def apply(run: Executor, files: _Files, version: int, sql_file: Traversable) -> None:
     """Execute the file that brings the tables of the core or of a part to this version, and record what it has created.
 
-    The last file also brings all functions up to date. Until then, the functions stay as the previous release created
-    them, so that its code can call them.
+    The last file also brings all functions up to date: until then, code of the previous release calls the old ones.
     """
     before = catalogue.names(run)
     if "schema_version" in before:
@@ -281,10 +270,7 @@ def _record(run: Executor, files: _Files, version: int, created: Collection[str]
 
 
 def locked_tables(sql_file: Traversable) -> list[str]:
-    """Return the names of the existing tables that this file locks.
-
-    The file lists these tables; a test checks the list.
-    """
+    """Return the names of the existing tables that this file locks, as it lists them."""
     found = _LOCKS.search(sql_file.read_text("utf-8"))
     return found[1].split(", ") if found else []
 
@@ -295,11 +281,10 @@ def installed_version(connection: Connection, schema: str = "outbox") -> int:
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
-    """Return the version of the core's tables: the version of this code, or a later version that this code can use.
+    """Return the version of the core's tables, which this code can use.
 
-    Raises SchemaError when the tables of the core or of an installed part are missing, lack a change that this code
-    needs, or are too new for this code. Tables of parts that this process lacks do not matter. Raises
-    ConfigurationError when the server is too old.
+    Raises SchemaError when the tables of the core or of an installed part are missing, too old or too new for this
+    code. Raises ConfigurationError when the server is too old.
     """
     check_server(connection.info.server_version)
     known = _installed(Executor(connection, schema))
@@ -375,11 +360,8 @@ def _plan_next(run: Executor) -> Planned | None:
 
 
 def _plan(run: Executor, files: _Files, reached: int) -> Planned:
-    if reached:
-        version = min(number for number in files.changes if number > reached)
-        sql_file = files.changes[version]
-    else:
-        version, sql_file = files.version, files.folder.joinpath("current.sql")
+    version = min(number for number in files.changes if number > reached) if reached else files.version
+    sql_file = files.changes[version] if reached else files.folder.joinpath("current.sql")
     # A new table may refer to one of the core, which locks that one.
     return locked_tables(sql_file), lambda: apply(run, files, version, sql_file)
 

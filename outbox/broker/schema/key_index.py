@@ -45,9 +45,9 @@ def missing(run: Executor) -> list[str]:
 def adapt(run: Executor, *, report: Callable[[str], None] = logger.warning) -> None:
     """Build the index of each searchable topic, and drop the indexes of all other topics.
 
-    Publishers do not wait for this function; a build waits for the transactions that are open when it begins. The
-    connection must be in autocommit, and its role must own commit_log. An interrupted build leaves an invalid index,
-    which the next call builds anew.
+    Publishers do not wait for it; a build waits for the transactions that are open when it begins. The connection must
+    be in autocommit, and its role must own commit_log. An interrupted build leaves an invalid index, which the next
+    call builds anew.
     """
     for one in run.objects(Row, _STATES):
         if one.is_growing or (one.is_wanted and one.is_valid):

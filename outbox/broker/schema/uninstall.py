@@ -15,13 +15,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.schema.catalogue import SchemaObject, objects
-from outbox.broker.schema.install import (
-    CORE,
-    DEFAULT_PATIENCE_SECONDS,
-    Planned,
-    change_tables,
-    check_schema,
-)
+from outbox.broker.schema.install import CORE, DEFAULT_PATIENCE_SECONDS, Planned, change_tables, check_schema
 from outbox.errors import SchemaError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +31,10 @@ def uninstall(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> None:
-    """Drop the schema with the broker's tables and their contents.
+    """Drop the schema with the broker's tables, and all that depends on them.
 
-    Views and other objects that depend on these tables are dropped, too.
-
-    Raises SchemaError, and changes nothing, in four cases: the tables are missing; the tables have another version than
-    this code; the schema also has objects that are not part of the broker; other transactions used one of the tables at
-    each attempt within `patience_seconds`.
+    Raises SchemaError, and changes nothing, if the tables are missing or have another version than this code, if the
+    schema has other objects, or if other transactions use the tables for `patience_seconds`.
     """
     run = Executor(connection, schema)
 

@@ -49,10 +49,7 @@ def seeing(view: View) -> View:
 
 
 def acting(*permissions: str) -> Callable[[View], View]:
-    """Wrap a view that changes something: it accepts only POST, and only with the CSRF token.
-
-    The user must be staff, with these permissions and with the permission to see the page.
-    """
+    """Wrap a view that changes something: only POST with the CSRF token, from staff with these permissions."""
     return lambda view: _guarded(require_POST, view, [SEE, *permissions])
 
 
@@ -129,10 +126,7 @@ def _refused_by_engine(request: HttpRequest) -> str:
 
 
 def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
-    """Answer a failed database request with an error page.
-
-    The `__cause__` of an error of outbox or Django is the driver's error.
-    """
+    """Answer a failed database request with an error page."""
     driver = error if isinstance(error, psycopg.Error) else error.__cause__
     said = str(error).strip()
     if isinstance(driver, psycopg.errors.LockNotAvailable):

@@ -15,7 +15,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.actions.declaration import Field, FieldKind, Values, parsed
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.views import SECONDS
 from outbox.errors import UsageError
@@ -35,14 +35,12 @@ SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable. If a statement has exceeded a time limit, the `__cause__` of BrokerUnavailable is
-    psycopg's QueryCanceled or LockNotAvailable.
+    Raises BrokerUnavailable. After a time limit, its `__cause__` is psycopg's QueryCanceled or LockNotAvailable.
     """
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         seconds = deadline.seconds_left() or SECONDS
         # The limits apply to this transaction only, so a pooler does not give them to the next client of the session.
-        with connection.transaction():
+        with run.connection.transaction():
             run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
             yield run
 

@@ -1,8 +1,6 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
-A card has the texts of its condition, as the command and the alert have. It offers only declared actions, so each one
-shows a plan, asks for a reason and leaves an audit entry. Conditions whose remedy is outside of the broker have no
-button.
+A card offers only declared actions, so each one shows a plan, asks for a reason and leaves an audit entry.
 """
 
 from __future__ import annotations
@@ -172,10 +170,7 @@ def _url(name: str, value: str, fact: Fact, declared: Catalogue) -> str:
 
 
 def aged(tile: Tile, broker: Overview) -> Tile:
-    """The tile of a counted figure. A figure from before the present leader says so, and does not look good.
-
-    A zero has no colour, also if a condition such as a pause is about the figure.
-    """
+    """The tile of a counted figure. A figure from before the present leader says so; a zero has no colour."""
     if broker.is_current:
         return replace(tile, tone="ok") if tile.value == 0 else tile
     why = "before the present leader" if broker.leader else "and no process leads"
@@ -186,7 +181,5 @@ def aged(tile: Tile, broker: Overview) -> Tile:
 def tone_of(conditions: Iterable[Condition], figure: str) -> str:
     """The worst severity of the conditions that colour a figure of the overview: ok, warning or critical."""
     declared = catalogue()
-    worst = max(
-        (one.severity for one in conditions if _shown(declared, one.name).figure == figure), default=Severity.OK
-    )
-    return worst.name.lower()
+    coloured = (one.severity for one in conditions if _shown(declared, one.name).figure == figure)
+    return max(coloured, default=Severity.OK).name.lower()

@@ -1,13 +1,8 @@
 """What a page knows about the broker at this moment: whether it answers, is led, and whether its processes are alive.
 
-Every page reads it once. An open page asks for it every second (`CHECK_SECONDS`), and reads itself again as soon as
-something has changed.
-
-`liveness` is one small statement, because an open page sends it every second. The rules of the status
-(outbox/broker/operations/rules.py) read more, and some of their conditions hold only after several intervals.
-
-"No fault" is said only with fresh signs: before, the overview was green in the first seconds of a fault, because counts
-and conditions come every few seconds only.
+Every page reads it once. An open page asks for it every second by one small statement, and reads itself again as soon
+as something has changed. "No fault" is said only with fresh signs, because counts and conditions come every few seconds
+only.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _NAMED: Final = 3
 
 
 # The newest silent process of a group is replaced if one live process has joined since its last sign of life, the next
-# one if two have joined, and so on. A process that has vanished for more than an hour is not listed any more.
+# one if two have joined, and so on.
 _LIVENESS: Final = Statement(f"""
 WITH process AS MATERIALIZED (
     SELECT consumer.group_id, instance_id, host, pid, joined_at, expires_at > clock_timestamp() AS is_member,

@@ -115,8 +115,7 @@ def _of(key: tuple[int, int]) -> dict[str, int]:
 
 CONDITIONS: Final = Declarations[BrokerState]()
 
-# While a message waits, its consumer meets it again at least once a minute (LONGEST_WAIT_SECONDS), so a report that is
-# older than three minutes does not count.
+# A consumer meets a waiting message again at least once a minute, so a report older than three minutes does not count.
 _UNKNOWN_VERSIONS: Final = Statement("""
 SELECT consumer_group.name AS group, topic.name AS topic, event, version, count(*) AS consumers,
        max(extract(epoch FROM clock_timestamp() - since))::double precision AS since_seconds,
@@ -127,10 +126,6 @@ WHERE seen_at > clock_timestamp() - interval '180 seconds'
               WHERE consumer.instance_id = unknown_version.instance_id AND expires_at > clock_timestamp())
 GROUP BY 1, 2, 3, 4 ORDER BY since_seconds DESC
 """)
-
-
-def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
-    return run.objects(dict, _UNKNOWN_VERSIONS)
 
 
 @CONDITIONS.declare(
@@ -144,4 +139,4 @@ def _unknown_versions(run: Executor) -> list[dict[str, Any]]:
     shown=NO_LIST,
 )
 def unknown_version(state: BrokerState) -> Iterable[Judged]:
-    return [(Severity.WARNING, fact) for fact in state.once(_unknown_versions)]
+    return [(Severity.WARNING, fact) for fact in state.facts(_UNKNOWN_VERSIONS)]

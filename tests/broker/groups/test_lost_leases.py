@@ -16,10 +16,8 @@ from outbox.broker.consumer.subscription_runner import SubscriptionCalls
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import changes
-from outbox.broker.operations.changes import reset
-from outbox.errors import UsageError
 from outbox.message import Delivery
-from outbox.subscription import Mode, OnError, Start, Subscription
+from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import FIFO, ConsumptionBench, keyed
 from tests.support import eventually
 
@@ -211,9 +209,3 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
         threads.unstuck(pool)
     assert done.wait(10)
     threads.stop(within_seconds=5)
-
-
-def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:
-    registration.register(one_queue.run, Subscription(group="g", topic="orders"))
-    with pytest.raises(UsageError, match="topic 'orders' has no queue 7: its queues are 0 to 0"):
-        reset(Executor(one_queue.connection, "outbox"), "g", "orders", Start.EARLIEST, number=7)

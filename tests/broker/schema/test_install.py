@@ -127,7 +127,8 @@ def test_install_gives_up_behind_an_open_transaction(old_url: str) -> None:
         eventually(lambda: watching.execute(old, [pid]).fetchone() == (True,))
         with pytest.raises(SchemaError, match="run this command again") as raised:
             install(connection, "outbox", patience_seconds=0.5, report=reports.append)
-        named = f"session {pid} \\(the shop\\): idle in transaction, open for [0-9.]+ s, its last statement began .*"
+        named = f"session {pid} \\(the shop\\): idle in transaction, open for [0-9.]+ s, its last statement began at "
+        named += "[0-9-]+ [0-9:]+[+-][0-9]{4}, "
         assert re.search(named + "uses .*subscription", reports[0])
         assert re.search(named + "uses .*subscription", str(raised.value))
         # The changes before the one that touches the table are applied, and no part of that one.

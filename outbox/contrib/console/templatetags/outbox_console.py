@@ -90,10 +90,7 @@ def current_zone() -> str:
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
 def button(context: Mapping[str, Any], one: Button) -> dict[str, Any]:
-    """Show a button that leads to the confirmation page of an action.
-
-    If the user may not run actions, there is no button.
-    """
+    """Show a button that leads to the confirmation page of an action, if the user may run actions."""
     return {
         **_with_token(context, one.action),
         "label": one.label,
@@ -139,8 +136,7 @@ def action_form(
 ) -> dict[str, Any]:
     """Show the form of an action. The form has an input for each declared field that is not `given` or `left_empty`.
 
-    `present`: the present values of the fields. This form has no fields that are declared for the confirmation page.
-    The confirmation page asks for these fields and for the reason.
+    `present`: the present values of the fields. The confirmation page asks for its own fields and for the reason.
     """
     given |= dict.fromkeys(left_empty, "")
     fields = [

@@ -57,8 +57,5 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
 
 
 def _local(address: str) -> str:
-    """Return the address if it is a path of this site, else ''.
-
-    The check is needed because a form contains the address of the page to return to.
-    """
+    """Return the address that a form contains if it is a path of this site, else ''."""
     return address if address.startswith("/") and not address.startswith(("//", "/\\")) else ""

@@ -13,8 +13,7 @@ from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.tabs import state_tabs
 
-# A group may have as many dead letters as messages. So only the errors of this many newest dead letters of a group are
-# counted.
+# Only the errors of this many newest dead letters of a group are counted.
 COUNTED: Final = 10_000
 # The maximum number of rows that `list_errors` returns, for all groups together.
 MOST_ERRORS: Final = 200
@@ -40,8 +39,7 @@ LIMIT %(most)s
 def list_errors(run: Executor, group: str | None = None) -> list[Row]:
     """Return the unsettled dead letters by group and type of the last error, the most frequent first.
 
-    The function returns at most MOST_ERRORS rows, each with the newest error as `example`. It reads only the newest
-    COUNTED dead letters of each group; `is_cut` says that the group has more.
+    `example`: the newest error. `is_cut`: the group has more dead letters than are counted.
     """
     return run.objects(Row, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 

@@ -43,7 +43,7 @@ def _read_groups(run: Executor, asked: Asked) -> list[Row]:
 
 
 def _rows(run: Executor, counted: Summary, groups: Sequence[Row]) -> list[Row]:
-    """The rows of the list. `waits_for`: what the messages of a group wait for, as a part says; '' if they do not."""
+    """The rows of the list. `waits_for`: what the messages of a group wait for, as a part says."""
     waiting: dict[str, set[str]] = {}
     for (group, _), fact in waits(run).items():
         waiting.setdefault(group, set()).add(str(fact["waiting_for"]))
@@ -90,7 +90,6 @@ def _linked(page: str, name: str, **query: str) -> Callable[[Row], object]:
     return cell
 
 
-# The states by which the list of groups can be filtered: the label and the condition of each state.
 _STATES: Final[States] = {
     "": ("All", lambda row: True),
     "behind": ("Behind", lambda row: row.lag > 0),
@@ -154,6 +153,8 @@ def group(request: HttpRequest) -> HttpResponse:
         with application():
             rows = _rows(run, counted, figures)
     found_cards = cards(found.verdict.conditions, group=name)
+    names = {0: "No condition names", 1: "1 condition names"}
+    said = f"{names.get(len(found_cards), f'{len(found_cards)} conditions name')} this group"
     context = {
         "title": f"Group {name}",
         "name": name,
@@ -164,7 +165,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "rows": rows,
         "is_healthy": not found_cards and not signs.doubt and found.overview is not None and found.overview.is_current,
         "signs": signs,
-        "said": _sentence(len(found_cards)),
+        "said": said,
         "dead_errors": dead[:_ERRORS],
         "topics": sliced(request, places),
         "counted": counted,
@@ -186,12 +187,6 @@ def _sections(run: Executor, group: str, topic: str) -> Iterator[Mapping[str, ob
         if section is not None and (found := section.read(run, group, topic)) is not None:
             told, present = found
             yield {"action": action, "section": section, "told": told and html(told), "present": present}
-
-
-def _sentence(count: int) -> str:
-    if not count:
-        return "No condition names this group"
-    return "1 condition names this group" if count == 1 else f"{count} conditions name this group"
 
 
 TOPICS: Final = Listing(

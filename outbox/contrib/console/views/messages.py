@@ -28,7 +28,7 @@ from outbox.contrib.console.asking import application, as_uuid, reading, text, v
 from outbox.contrib.console.rendering import BODIES, PER_PAGE, paged, problem, render
 from outbox.contrib.console.tabs import state_tabs
 from outbox.contrib.django.actions.cells import readable
-from outbox.contrib.django.actions.declaration import FieldKind
+from outbox.contrib.django.actions.declaration import FieldKind, counted
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.settings.conf import get_settings
@@ -189,10 +189,7 @@ _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a message.
-
-    `tone`: good, bad, warn or plain. `seconds`: the time since the previous event.
-    """
+    """One event of a message. `seconds`: the time since the previous event."""
 
     at: datetime
     title: str
@@ -249,14 +246,10 @@ def _state_in_groups(trace: Trace, message: Row) -> tuple[str, str]:
 def events(trace: Trace, message: Row) -> list[Event]:
     """All events of the message. Each event comes after the events that must precede it.
 
-    The clocks of the producer and the database differ. Also, a time taken at the beginning of a transaction is earlier
-    than the transaction's events. If two times contradict the order of the steps, the events keep the order of the
-    steps.
+    The clocks of producer and database differ, and a time taken at the beginning of a transaction is earlier than its
+    events. If two times contradict the order of the steps, the events keep the order of the steps.
     """
-    found: list[tuple[datetime, Event]] = []
-    for steps in (_sent(trace, message), _consumed(trace, message)):
-        found += steps
-    found.sort(key=lambda one: one[0])
+    found = sorted([*_sent(trace, message), *_consumed(trace, message)], key=lambda one: one[0])
     shown = [event for _, event in found]
     return [
         replace(one, seconds=max(0.0, (one.at - before.at).total_seconds()) if before else None)
@@ -323,7 +316,7 @@ def _consumed(trace: Trace, message: Row) -> Iterator[tuple[datetime, Event]]:
                 and (settled_at is None or time_of(one.failed_at) <= time_of(settled_at))
             ]
             given_up = max([dead_at, *failed])
-            detail = f"after {_attempts(letter.attempts)}"
+            detail = f"after {counted(letter.attempts, 'attempt')}"
             yield given_up, Event(dead_at, f"Dead letter of {letter.group}", detail, "bad")
             if letter.replayed_at:
                 replayed_at = time_of(letter.replayed_at)
@@ -349,11 +342,10 @@ def _newest_entries(trace: Trace, message: Row) -> dict[str, Row]:
 
 
 def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]]:
-    """The message's state in every group for which the message has a queue entry, sorted by group name.
+    """The message's state in every group for which it has a queue entry, by the newest one, sorted by group name.
 
-    If a group has several queue entries of the message, the newest entry gives the state. `due_at`: the time of the
-    next attempt. `failures`: the failed attempts, of which those in a row with one kind of error are together.
-    `outage`: the outage for whose end the message waits.
+    `due_at`: the time of the next attempt. `failures`: the failed attempts, of which those in a row with one kind of
+    error are together. `outage`: the outage for whose end the message waits.
     """
     newest = _newest_entries(trace, message)
     queued = {entry.group: entry.queued_at for entry in reversed(trace.entries) if entry.log_id == message.log_id}
@@ -405,10 +397,6 @@ def _folded(alike: Sequence[Row], queued_at: str) -> dict[str, object]:
     return {"first": first.attempt + 1, "last": last.attempt + 1, **times, "error": last.error}
 
 
-def _attempts(count: int) -> str:
-    return f"{count} attempt" if count == 1 else f"{count} attempts"
-
-
 # -- the content of a message, without the fields of OUTBOX['MASKED_FIELDS'] --------------------------------
 
 SHOWN: Final = 64 * 1024
@@ -416,10 +404,7 @@ _UNREADABLE: Final = 4 * 1024
 
 
 def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> dict[str, object]:
-    """The body and headers of a message as text: escaped, without masked fields, and short enough for a page.
-
-    `note` says which part of the body is missing or changed, and why.
-    """
+    """The body and headers of a message as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     size, content_type = content.size, content.content_type
     if (stored := _in_the_form_of_a_part(content)) is not None:
@@ -430,18 +415,19 @@ def shown(content: Row, masked: Mapping[str, frozenset[str]]) -> dict[str, objec
     if len(body) > SHOWN:
         body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
     headers = json.dumps(masked_value(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
-    texts = {"body": _harmless(body), "headers": _harmless(headers), "note": note}
+    texts = {"body": inert(body, keep="\n\t"), "headers": inert(headers, keep="\n\t"), "note": note}
     return {"content_type": content_type, "size": size, **texts}
 
 
 def _body(content: Row, names: Collection[str]) -> tuple[str, str]:
     if content.content_type == ERASED_CONTENT_TYPE:
         return "", "The body was erased."
+    hidden = "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
     try:
         text = content.body.decode()
     except UnicodeDecodeError:
         if names:
-            return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
+            return hidden
         left = f": its first {_UNREADABLE:,} bytes" if len(content.body) > _UNREADABLE else ", so it is shown"
         return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text{left} in hexadecimal."
     try:
@@ -450,9 +436,7 @@ def _body(content: Row, names: Collection[str]) -> tuple[str, str]:
         note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""
         return json.dumps(masked, indent=2, ensure_ascii=False), note
     except (ValueError, RecursionError):
-        if names:
-            return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
-        return text, ""
+        return hidden if names else (text, "")
 
 
 def _in_the_form_of_a_part(content: Row) -> ShownBody | None:
@@ -464,7 +448,3 @@ def _in_the_form_of_a_part(content: Row) -> ShownBody | None:
         return ShownBody("A part of outbox has stored the body, and this process does not have the part.")
     found: ShownBody = hooks.resolved(form.shown)(content.body)
     return found
-
-
-def _harmless(text: str) -> str:
-    return inert(text, keep="\n\t")

@@ -12,13 +12,13 @@ from typing import Final
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
-from outbox.broker.database.executor import Row
+from outbox.broker.database.executor import Executor, Row
+from outbox.broker.database.statement import Statement
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
 from outbox.broker.operations.summary import KEPT_SECONDS, Overview
 from outbox.contrib.console.access import seeing
 from outbox.contrib.console.asking import reading, text
 from outbox.contrib.console.cards import Tile, aged, cards, tone_of
-from outbox.contrib.console.history import summary_history
 from outbox.contrib.console.rendering import render
 from outbox.contrib.console.signs import Signs, read_signs
 from outbox.contrib.django.actions.cells import local
@@ -41,8 +41,8 @@ _IDLE_SECONDS: Final = 60.0
 class Verdict:
     """The first line of the page. `severity` is ok, unknown, warning or critical.
 
-    `at`: the time of the figures on which "No fault" is based; None for any other sentence. `why`: why nothing moves,
-    although there is no fault, or which processes are silent beside the conditions; '' if neither holds.
+    `at`: the time of the figures on which "No fault" is based. `why`: why nothing moves, although there is no fault, or
+    which processes are silent beside the conditions.
     """
 
     severity: str
@@ -113,10 +113,7 @@ def _moment(seconds: float) -> datetime:
 
 @seeing
 def liveness(request: HttpRequest) -> JsonResponse:
-    """What an open page asks every second: a text that differs as soon as the page should be read again, and the time.
-
-    If the broker does not answer, the text says so. So the page is read again, and says it.
-    """
+    """What an open page asks every second: a text that differs if the page should be read again, and the time."""
     return JsonResponse({"state": read_signs().state, "at": f"{local(datetime.now(UTC)):%H:%M:%S}"})
 
 
@@ -136,13 +133,39 @@ def _of_server(found: BrokerView) -> dict[str, object]:
     }
 
 
+# -- the diagrams -----------------------------------------------------------------------------------------
+
+# The totals of all groups, and the figures of a group or of all groups together.
+_HISTORY: Final = Statement("""
+SELECT extract(epoch FROM at)::double precision,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'stored' END,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'queued' END,
+       CASE WHEN %(group)s::text IS NULL THEN totals -> 'all' ELSE totals -> 'groups' -> %(group)s::text END
+FROM {schema}.summary WHERE at > clock_timestamp() - make_interval(secs => %(kept)s) ORDER BY summary_id
+""")
+_CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
+_FIGURES: Final = ("handled", "sent_back", "dead", "lag", "oldest_seconds")
+
+
+def summary_history(run: Executor, group: str | None = None) -> tuple[float, list[Row]]:
+    """Return the time now, and a point per summary of the last KEPT_SECONDS, the oldest first.
+
+    A point has the main figures of one group or of all groups together. The counters are totals. `stored` counts the
+    assigned log ids: one for each stored message, and one for each insert that was rolled back. `stored` and `queued`
+    are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished message; 0 if there is
+    none. Neither `lag` nor `oldest_seconds` includes retries.
+    """
+    points = [
+        Row(at=at, stored=stored, queued=queued, **dict(zip(_FIGURES, figures, strict=True)))
+        for at, stored, queued, figures in run.rows(_HISTORY, {"group": group, "kept": KEPT_SECONDS})
+        if figures
+    ]
+    return run.one(_CLOCK)[0], points
+
+
 @seeing
 def history(request: HttpRequest) -> HttpResponse:
-    """The data of the diagrams as JSON.
-
-    The data contain the messages per second and the age of the oldest waiting message. `since` and `until` are the ends
-    of the time, so that a diagram also shows that nothing was measured at its ends.
-    """
+    """The data of the diagrams as JSON, from `since` until `until`."""
     with reading() as run:
         now, points = summary_history(run, text(request.GET, "group"))
     pairs = list(_with_gaps(points))
@@ -160,10 +183,7 @@ def history(request: HttpRequest) -> HttpResponse:
 
 
 def _with_gaps(points: Sequence[Row]) -> Iterator[tuple[Row | None, Row]]:
-    """The pairs of successive points; a pair with None where nothing was measured for long.
-
-    Without the None, the diagram would draw a line over the gap, as if the figures in between were known.
-    """
+    """The pairs of successive points; a pair with None where nothing was measured for long, so that there is a gap."""
     pairs = list(pairwise(points))
     usual = median(after.at - before.at for before, after in pairs) if pairs else 0.0
     for before, after in pairs:
@@ -178,8 +198,7 @@ def _rate(before: Row | None, after: Row, name: str) -> float | None:
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None
-    # If a group or a topic was deleted, the newer total may be smaller than the older total. In this case the rate is
-    # 0.
+    # If a group or a topic was deleted, the newer total may be smaller.
     rate: float = round(max(0, new - old) / max(0.001, after.at - before.at), 3)
     return rate
 
@@ -189,12 +208,9 @@ def _sentence(verdict: ConditionReport) -> str:
         severity: sum(one.severity is severity for one in verdict.conditions)
         for severity in (Severity.CRITICAL, Severity.WARNING)
     }
-    words = [f"{count} {_plural(severity.name.lower(), count)}" for severity, count in counts.items() if count]
+    plural = {Severity.CRITICAL: "critical", Severity.WARNING: "warnings"}
+    words = [f"{n} {plural[one] if n > 1 else one.name.lower()}" for one, n in counts.items() if n]
     return " and ".join(words) if words else _OK
-
-
-def _plural(word: str, count: int) -> str:
-    return "warnings" if word == "warning" and count > 1 else word
 
 
 # The tiles whose figures the leader counts.

@@ -1,7 +1,6 @@
 """The audit of operator actions: stores an entry before the action runs, and adds the outcome afterwards.
 
-A command must work while the application's database is down, because operators need the commands most during such a
-failure. If the database does not store the audit entry, the command writes the entry to the log (decision 197).
+A command must work while the application's database is down: it then writes the entry to the log (decision 197).
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
-    """Store the audit entry, run the action, and store its outcome. Returns the entry.
+    """Store the audit entry, run the action of a page, and store its outcome. Returns the entry.
 
-    The operations page calls this function. If the action raises OutboxError, the error is stored as the outcome. Every
-    other error is stored and raised. If the entry cannot be stored, Django's DatabaseError is raised before the action
-    runs.
+    If the action raises OutboxError, the error is stored as the outcome. Every other error is stored and raised. If the
+    entry cannot be stored, Django's DatabaseError is raised before the action runs.
     """
     return _run(_entry(action, plan, who=who, why=why), plan, _stored)[0]
 

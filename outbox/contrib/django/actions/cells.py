@@ -59,9 +59,9 @@ def readable(value: object, name: str = "") -> str:
 
 
 def local(at: datetime) -> datetime:
-    """Return a time in Django's time zone. A time without a zone is in TIME_ZONE without USE_TZ, and else in UTC.
+    """Return a time in Django's time zone, or in its own if Django's zone cannot express it, as in the first year.
 
-    A time that Django's zone cannot express, within a day of the first or last year, stays in its own zone.
+    A time without a zone is in TIME_ZONE without USE_TZ, and else in UTC.
     """
     known = aware(at)
     known = known if known.tzinfo is not None else known.replace(tzinfo=UTC)

@@ -117,8 +117,8 @@ class Field:
 
     `positional`: on the command line, the value has no option name. `many`: the field may have several values.
     `example`: a value that the input of the form shows. `one_of`: the operator gives exactly one of the fields with the
-    same `one_of` text. `on_page`: the page shows the field. `with_confirmation`: the page asks for the field together
-    with the reason. `by_tab`: the tabs of a page choose the value, and its form passes the value on.
+    same text. `on_page`: the page shows the field. `with_confirmation`: the page asks for the field together with the
+    reason. `by_tab`: the tabs of a page choose the value, and its form passes the value on.
     """
 
     name: str
@@ -147,18 +147,26 @@ def argument(name: str, help: str, kind: FieldKind = FieldKind.TEXT, **more: Any
     return Field(name, help, kind, required=True, positional=True, **more)
 
 
+# How much one action does at most, unless a command gets another limit.
+MOST: Final = 10_000
+
+
+def at_most(noun: str) -> Field:
+    """The field `limit` of an action."""
+    text = f"at most so many {noun}, the oldest first (default: %(default)s)"
+    return Field("limit", text, FieldKind.COUNT, default=MOST, on_page=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionPlan:
-    """The planned effect of an action with given values.
+    """The planned effect of an action with given values. The page makes it again when the operator confirms the action.
 
-    The page makes the plan again when the operator confirms the action.
-
-    `do_because` is like `do` for an action that also stores the operator's reason. `subject`: the object of the action,
-    as the audit names it. `effect`: the effect in words. `caution`: a warning, for
-    example that the action cannot be undone. `dangerous`: a command asks for a confirmation. `before`: the state before
-    the action. `do` runs the action and returns the state afterwards. `pinned`: values of the
-    plan that the page sends again with the confirmation, so that the operator confirms the plan that the page showed.
-    `nothing`: whether the action has nothing to do. `refusal`: the reason why the action would be refused now, or ''.
+    `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
+    example that the action cannot be undone. `nothing`: whether the action has nothing to do. `do` runs the action and
+    returns the state afterwards; `do_because` also gets the operator's reason. `before`: the state before the action.
+    `dangerous`: a command asks for a confirmation. `pinned`: values that the page sends again with the confirmation, so
+    that the operator confirms the plan that the page showed. `refusal`: the reason why the action would be refused now,
+    or ''.
     """
 
     subject: str
@@ -173,7 +181,6 @@ class ActionPlan:
     do_because: Callable[[str], Mapping[str, Any]] | None = None
 
     def run(self, why: str) -> Mapping[str, Any]:
-        """Run the action and return the state afterwards. `why`: the operator's reason."""
         return self.do() if self.do_because is None else self.do_because(why)
 
 
@@ -204,8 +211,8 @@ It gets the row of a list or table; on a page, it gets all that the template has
 class GroupSection:
     """A section of the page of a group with one of its topics, with the form of an action on the two.
 
-    `read` gets the group and the topic, and returns what holds now, as the content of a cell, and the values of the
-    form's fields that hold now. It returns None if the page has no such section.
+    `read` returns what holds now, as the content of a cell, and the present values of the form's fields; None if the
+    page has no such section.
     """
 
     title: str
@@ -227,10 +234,9 @@ class ListForm:
 class DeclaredAction:
     """One kind of action.
 
-    `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
-    a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `shows_bodies`: the plan shows bodies, so the page also requires the
-    permission to see them.
+    `name`: its name in the audit and in the page's address. `command`: the command as an operator writes it in a shell.
+    `permission`: what the page requires; None if only a command runs the action. `shows_bodies`: the page also requires
+    the permission to see them.
 
     `buttons`: where its buttons stand. A place is the name of a listing, for its rows; "LISTING selected", for the rows
     that the user ticks; or what a template names with `{% buttons %}`, such as "message" or "overview". `section` and

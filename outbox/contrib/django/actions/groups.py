@@ -1,4 +1,4 @@
-"""Actions on consumer groups: pause, resume, skip a message, reset and delete."""
+"""Actions on consumer groups and topics. OUTBOX['TOPICS'] creates and changes topics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor, Row
+from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import changes
 from outbox.broker.operations.broker_conditions import outages, retried_errors
 from outbox.broker.operations.changes import QueueReset, reset, skip
-from outbox.broker.operations.deletion import Loss, delete_group
+from outbox.broker.operations.deletion import Loss, delete_group, delete_topic
 from outbox.broker.operations.listings import group_now
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.contrib.django.actions.cells import error, retried_topic
@@ -37,7 +38,7 @@ TOPIC: Final = argument("topic", "topic")
 _NOTED: Final = 200
 
 
-def describe_losses(losses: Sequence[Loss]) -> str:
+def _described(losses: Sequence[Loss]) -> str:
     """A text with the numbers of messages that a deletion removes."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
     return f"{counted(lag, 'message')} not consumed, {retrying} that are retried, {counted(dead, 'dead letter')}"
@@ -118,10 +119,7 @@ def _skip_button(queue: QueueProgress) -> Sequence[Button]:
 def _skip(values: Values) -> ActionPlan:
     group, topic, message_id = values["group"], values["topic"], values["id"]
 
-    def moved(*, dry_run: bool) -> QueueReset:
-        return on_broker(skip, group, topic, message_id, dry_run=dry_run)
-
-    planned = moved(dry_run=True)
+    planned = on_broker(skip, group, topic, message_id, dry_run=True)
     return ActionPlan(
         subject=f"group {group} on topic {topic}",
         effect=f"Group {group} skips message {message_id} of topic {topic}, queue {planned.number}, and continues with "
@@ -130,7 +128,7 @@ def _skip(values: Values) -> ActionPlan:
         "is running now, it may still take effect.",
         dangerous=True,
         before=_offsets([planned], "from_offset"),
-        do=lambda: _offsets([moved(dry_run=False)], "to_offset"),
+        do=lambda: _offsets([on_broker(skip, group, topic, message_id)], "to_offset"),
     )
 
 
@@ -155,7 +153,6 @@ def _reset_section(run: Executor, group: str, topic: str) -> tuple[object, Mappi
     Field("to_offset", "continue at this offset in every queue", FieldKind.NUMBER, one_of=_TARGET),
     Field("to_latest", "skip all messages that are stored now", FieldKind.FLAG, one_of=_TARGET),
     Field("to_earliest", "continue at the oldest message that the broker still has", FieldKind.FLAG, one_of=_TARGET),
-    Field("queue", "move only the queue with this number", FieldKind.NUMBER, label="Queue (empty: all)"),
     Field(
         "reprocess",
         "also handle messages that are already in the inbox",
@@ -169,7 +166,7 @@ def _reset(values: Values) -> ActionPlan:
     target, words = _target(values)
 
     def moved(*, dry_run: bool) -> Sequence[QueueReset]:
-        return on_broker(reset, group, topic, target, number=values["queue"], reprocess=again, dry_run=dry_run)
+        return on_broker(reset, group, topic, target, reprocess=again, dry_run=dry_run)
 
     planned = moved(dry_run=True)
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
@@ -220,18 +217,15 @@ def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
 def _delete(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]
 
-    def deleted(*, dry_run: bool) -> Sequence[Loss]:
-        return on_broker(delete_group, group, topic=topic, dry_run=dry_run)
-
-    losses = deleted(dry_run=True)
+    losses = on_broker(delete_group, group, topic=topic, dry_run=True)
     what = f"group {group}" if topic is None else f"the subscription of group {group} to {topic}"
     return ActionPlan(
         subject=what,
-        effect=f"Delete {what}, with {describe_losses(losses)}.",
+        effect=f"Delete {what}, with {_described(losses)}.",
         caution="This cannot be undone.",
         dangerous=True,
         before={"losses": [asdict(one) for one in losses]},
-        do=lambda: {"lost": [asdict(one) for one in deleted(dry_run=False)]},
+        do=lambda: {"lost": [asdict(one) for one in on_broker(delete_group, group, topic=topic)]},
     )
 
 
@@ -274,4 +268,45 @@ QUEUES: Final = Listing(
     command="outbox_group offsets",
     help="show each queue of a group: position, end, owner, and the error that holds it up",
     fields=(GROUP,),
+)
+
+
+# -- topics ---------------------------------------------------------------------------------------------
+
+
+@action(
+    "delete_topic",
+    "Delete a topic: refuse new messages, delete its subscriptions and messages",
+    "outbox_topic delete",
+    argument("name", "topic"),
+    permission=None,
+)
+def _delete_topic(values: Values) -> ActionPlan:
+    name = values["name"]
+    loss = on_broker(delete_topic, name, dry_run=True)
+    return ActionPlan(
+        subject=f"topic {name}",
+        effect=f"Delete topic {name}, with {counted(loss.undelivered, 'message')} in no queue yet, and "
+        f"{_described(loss.groups)}. Remove the topic from OUTBOX['TOPICS'], or `migrate` declares it again.",
+        caution="This cannot be undone.",
+        dangerous=True,
+        before={"losses": asdict(loss)},
+        do=lambda: {"lost": asdict(on_broker(delete_topic, name))},
+    )
+
+
+DECLARED_TOPICS: Final = Listing(
+    "declared_topics",
+    (
+        Column("topic", "name"),
+        Column("types", lambda one: "+".join(sorted(one.types))),
+        Column("queues", "queue_count"),
+        Column("retention s", "retention_seconds"),
+        Column("key lock", "key_lock"),
+        Column("on park", "on_park"),
+    ),
+    lambda run, asked: list_topics(run),
+    command="outbox_topic list",
+    help="list every topic of the broker",
+    json=lambda one: {**asdict(one), "types": sorted(one.types)},
 )

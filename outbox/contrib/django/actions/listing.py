@@ -24,11 +24,10 @@ States = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table. `cell`: the name of an attribute of the row, or a function that gets the row.
 
-    `cell`: the name of an attribute of the row, or a function that gets the row. `style`: head, number, id, key or
-    lines. `on`: whether only a page or only a command has the column. `when`: whether a page with the given values
-    of the fields has it.
+    `style`: head, number, id, key or lines. `on`: only a page or only a command has the column. `when`: whether a page
+    with these values has it.
     """
 
     label: str
@@ -46,10 +45,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a command or a page asks a listing for: the values of the fields, and `after`, where the rows begin.
-
-    `broker` and `application` open a transaction on the broker and on the application's database.
-    """
+    """What a command or a page asks a listing for. `broker` and `application` open a transaction on their database."""
 
     values: Values
     limit: int

@@ -32,11 +32,12 @@ from outbox.contrib.django.actions.declaration import (
     Values,
     action,
     argument,
+    at_most,
     counted,
 )
 from outbox.contrib.django.actions.groups import GROUP
 from outbox.contrib.django.actions.listing import Asked, Choice, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection, on_broker
+from outbox.contrib.django.database.aliases import broker_executor, on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import handled
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
@@ -46,7 +47,6 @@ from outbox.errors import LedgerUnavailable, UsageError
 from outbox.recall import Recall
 from outbox.utils.safe_text import masked_names
 
-LIMIT: Final = 10_000
 # The audit names at most this many messages.
 _NOTED: Final = 100
 # The table of a command shows at most this many characters of each body. With --json, it prints the whole body.
@@ -72,21 +72,14 @@ SETTLING: Final = (
     _MESSAGES,
     *SELECTION,
     Field("all", "all dead letters of the group", FieldKind.FLAG),
-    Field(
-        "limit",
-        "at most so many dead letters, the oldest first (default: %(default)s)",
-        FieldKind.COUNT,
-        default=LIMIT,
-        on_page=False,
-    ),
+    at_most("dead letters"),
 )
 
 
 def settle_letters(group: str, selection: LetterSelection, *, replay: bool, limit: int, dry_run: bool) -> int:
     """Replay or discard dead letters of a group, the oldest first, and return their number.
 
-    Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and settles
-    no message.
+    Raises UnknownGroup. If one of the ids is not a dead letter of the group, raises UsageError and settles no message.
     """
     if (server := observer()) is not None:
         return server.settle_letters(group, selection, limit=limit, replay=replay, dry_run=dry_run)
@@ -104,16 +97,15 @@ def settle_selected(
 
     If one of the ids is not among these letters, the function raises UsageError, and nothing is `done`.
     """
-    with broker_connection() as (connection, schema):
-        with connection.transaction(force_rollback=dry_run):
-            count = settle(Executor(connection, schema), group, selection, limit=limit)
-            ids = selection.message_ids
-            if ids is not None and count != len(set(ids)):
-                raise UsageError(
-                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that match the other "
-                    f"options (or --limit is too low), so nothing was {done}. `outbox_dead_letter list {group}` lists "
-                    f"the dead letters of the group."
-                )
+    with broker_executor() as run, run.connection.transaction(force_rollback=dry_run):
+        count: int = settle(run, group, selection, limit=limit)
+        ids = selection.message_ids
+        if ids is not None and count != len(set(ids)):
+            raise UsageError(
+                f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that match the other "
+                f"options (or --limit is too low), so nothing was {done}. `outbox_dead_letter list {group}` lists "
+                f"the dead letters of the group."
+            )
     return count
 
 
@@ -177,15 +169,13 @@ def _discard(values: Values) -> ActionPlan:
 def _settling(values: Values, effect: str, caution: str, *, replay: bool) -> ActionPlan:
     group, limit = values["group"], values["limit"]
     selection, which = pinned_selection(values)
-    count = settle_letters(group, selection, replay=replay, limit=limit, dry_run=True)
+    settle = partial(settle_letters, group, selection, replay=replay, limit=limit)
+    count = settle(dry_run=True)
     more = (
         f" One action settles at most {limit:,} dead letters: repeat the action for the other dead letters."
         if count == limit
         else ""
     )
-
-    def do() -> Mapping[str, Any]:
-        return {"settled": settle_letters(group, selection, replay=replay, limit=limit, dry_run=False)}
 
     assert selection.until is not None
     return ActionPlan(
@@ -196,7 +186,7 @@ def _settling(values: Values, effect: str, caution: str, *, replay: bool) -> Act
         before={"selected": count, "selection": which.strip() or "all"},
         pinned={"until": selection.until.isoformat()},
         nothing=count == 0,
-        do=do,
+        do=lambda: {"settled": settle(dry_run=False)},
     )
 
 
@@ -220,21 +210,16 @@ def _now() -> datetime:
 
 
 def _selection(values: Values) -> LetterSelection:
-    """The selection of dead letters that the values of an action describe.
+    """The dead letters that the values describe.
 
-    To select all dead letters, the operator must pass `all`, so that a forgotten field does not select all dead
-    letters.
+    For all of them, the operator must pass `all`, so that a forgotten field does not select all.
     """
-    parts = _parts(values)
+    names = ("error", "error_type", "topic", "key", "since", "until")
+    parts = {"message_ids": list(values["ids"]) or None, **{name: values[name] for name in names}}
     narrowed = any(value is not None for name, value in parts.items() if name != "until")
     if (values["all"] and narrowed) or not (values["all"] or narrowed or parts["until"]):
         raise UsageError("name message ids, select by --error, --key …, or pass --all.")
     return LetterSelection(**parts)
-
-
-def _parts(values: Values) -> dict[str, Any]:
-    names = ("error", "error_type", "topic", "key", "since", "until")
-    return {"message_ids": list(values["ids"]) or None, **{name: values[name] for name in names}}
 
 
 def _described(selection: LetterSelection) -> str:
@@ -285,31 +270,26 @@ def _recall(values: Values) -> ActionPlan:
         raise UsageError("name message ids, or give --topic and --key.")
 
     def outcomes(*, dry_run: bool) -> list[Recall]:
-        with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
-            run = Executor(connection, schema)
+        with broker_executor() as run, run.connection.transaction(force_rollback=dry_run):
             if not by_key:
                 return recall.recall(run, ids)
-            TopicCatalog(schema).get(connection, topic)
+            TopicCatalog(run.schema).get(run.connection, topic)
             return recall.recall_key(run, topic, key)
 
     planned = outcomes(dry_run=True)
     if by_key and not planned:
         raise UsageError(f"no message of topic {topic!r} with key {key!r} waits for its delivery time or a retry.")
     count = sum(one.is_recalled for one in planned)
+    left = [f"{one.message_id} is {one.status}" for one in planned if not one.is_recalled]
     return ActionPlan(
         subject=f"key {key} of topic {topic}" if by_key else f"messages {_some(ids)}",
         effect=f"Recall {counted(count, 'message')} before the delivery time or the next retry. No group then handles "
         f"{'it' if count == 1 else 'them'}.",
-        caution="This cannot be undone." + _not_recalled(planned),
+        caution="This cannot be undone." + (f" Not recalled: {'; '.join(left[:20])}." if left else ""),
         before=_counted(planned),
         nothing=count == 0,
         do=lambda: _counted(outcomes(dry_run=False)),
     )
-
-
-def _not_recalled(outcomes: Sequence[Recall]) -> str:
-    left = [f"{one.message_id} is {one.status}" for one in outcomes if not one.is_recalled]
-    return f" Not recalled: {'; '.join(left[:20])}." if left else ""
 
 
 def _counted(outcomes: Sequence[Recall]) -> Mapping[str, Any]:
@@ -345,15 +325,12 @@ def _redeliver(values: Values) -> ActionPlan:
     message_id, group = values["id"], values["group"]
     forget = partial(_forget, group, message_id)
 
-    def redelivered(*, dry_run: bool) -> int:
-        return on_broker(changes.redeliver, group, message_id, forget=forget, dry_run=dry_run)
-
     def do() -> Mapping[str, Any]:
-        rows = redelivered(dry_run=False)
+        rows = on_broker(changes.redeliver, group, message_id, forget=forget)
         get_broker().notify_decided()
         return {"delivered_again": 1, "inbox_rows_removed": rows}
 
-    redelivered(dry_run=True)
+    on_broker(changes.redeliver, group, message_id, dry_run=True)
     return ActionPlan(
         subject=f"messages {message_id}",
         effect=f"Deliver message {message_id} again to group {group}, and to no other group. The group handles it even "

@@ -18,6 +18,7 @@ from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.actions.cells import ago, badge, error, inert, joined, message_link, quiet, shortened
 from outbox.contrib.django.actions.declaration import (
+    MOST,
     ActionPlan,
     Button,
     Field,
@@ -25,17 +26,16 @@ from outbox.contrib.django.actions.declaration import (
     Values,
     action,
     argument,
+    at_most,
     counted,
 )
 from outbox.contrib.django.actions.listing import Asked, Column, Listing
-from outbox.contrib.django.database.aliases import broker_connection, on_broker
+from outbox.contrib.django.database.aliases import broker_executor, on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import UsageError
 from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
-
-LIMIT: Final = 10_000
 
 _ID: Final = argument("id", "id of the transaction or a message", FieldKind.ID)
 
@@ -55,9 +55,8 @@ _FORCED = {
 def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:
     """Apply an operator's decision about an undecided (usually parked) transaction.
 
-    First the checker reads the ledger. For a rollback, the checker also runs the barrier, so that a late commit fails.
-    With `force`, no checker is asked. Raises UsageError if the checker does not confirm the decision, or if the
-    transaction is not undecided.
+    First the checker reads the ledger, for a rollback also by the barrier, so that a late commit fails; not with
+    `force`. Raises UsageError if it does not confirm the decision, or if the transaction is not undecided.
     """
     check = _undecided(transaction_id)
     if not force:
@@ -74,22 +73,19 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 
 
 def ask_again(
-    ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = LIMIT, dry_run: bool
+    ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = MOST, dry_run: bool
 ) -> tuple[list[UUID], str]:
-    """Request a check of undecided transactions now. Returns the ids of these transactions, the oldest first.
+    """Request a check of undecided transactions now. Returns their ids, the oldest first.
 
     The second value says which producer groups will not answer, because none of their processes runs check-back; it is
     '' if all of them answer.
 
-    `ids` names the transactions. Without `ids`, the function requests checks of the oldest undecided transactions of
-    the producer group `group`, at most `limit`. If `group` is None too, the function selects transactions of all
-    groups. With `parked`, only parked transactions are selected. The next check-back pass of a producer group runs the
-    requested checks of the group. If one of the named transactions is not undecided, UsageError is raised, and no check
-    is requested.
+    `ids` names the transactions; without it, the oldest ones of `group` or of all groups are selected, at most `limit`,
+    with `parked` only parked ones. The next check-back pass of a producer group runs the requested checks of the group.
+    If one of the named transactions is not undecided, UsageError is raised, and no check is requested.
     """
     settings = get_settings().check
-    with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
-        run = Executor(connection, schema)
+    with broker_executor() as run, run.connection.transaction(force_rollback=dry_run):
         wanted = sorted(set(ids)) or list_waiting(run, group, parked=parked, limit=limit)
         if hint_checks(run, wanted, settings=settings) != len(wanted):
             known = {one: find_undecided(run, one) for one in wanted}
@@ -123,9 +119,9 @@ def _ask_button(transaction_id: object) -> Sequence[Button]:
 
 
 def _ask_parked(page: Mapping[str, Any]) -> Sequence[Button]:
-    group = page["asked"]["group"]
-    fields = {"group": group, "parked": "yes"}
-    return [Button("Ask about all parked ones of this group", fields=fields)] if group and not page["silent"] else []
+    fields = {"group": page["asked"]["group"], "parked": "yes"}
+    is_possible = fields["group"] and not page["silent"]
+    return [Button("Ask about all parked ones of this group", fields=fields)] if is_possible else []
 
 
 @action(
@@ -136,13 +132,7 @@ def _ask_parked(page: Mapping[str, Any]) -> Sequence[Button]:
     Field("group", "only transactions of this producer group"),
     Field("parked", "only parked transactions", FieldKind.FLAG),
     Field("all", "transactions of every group, parked or not", FieldKind.FLAG),
-    Field(
-        "limit",
-        "at most so many transactions, the oldest first (default: %(default)s)",
-        FieldKind.COUNT,
-        default=LIMIT,
-        on_page=False,
-    ),
+    at_most("transactions"),
     buttons={
         "undecided": lambda one: (
             _ask_button(one.transaction_id) if one.is_answered else [quiet("No process answers its checks.")]
@@ -242,10 +232,8 @@ def _decide(values: Values) -> ActionPlan:
     if force and not values["running"]:
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
-    said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
-    said = said.rstrip(".")
-    # The barrier of a rollback writes a tombstone, and a plan must not write. So the text of the plan only says that
-    # the action will use the barrier.
+    said = (f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name).rstrip(".")
+    # The barrier of a rollback writes a tombstone, and a plan must not write.
     barrier = decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm
     refusal = "" if force or barrier or answer.decision is decision else _not_proven(check, decision, answer)
 
@@ -309,12 +297,10 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
     if found is None:
         raise UsageError(f"the broker does not have transaction {transaction_id}: retention may have deleted it.")
     pending = found.pending
+    names = ("checks", "due_at", "parked_at", "last_answer")
     return {
         "decision": found.decision and found.decision.decision,
-        "checks": pending and pending.checks,
-        "due_at": pending and pending.due_at,
-        "parked_at": pending and pending.parked_at,
-        "last_answer": pending and pending.last_answer,
+        **{name: pending and getattr(pending, name) for name in names},
     }
 
 

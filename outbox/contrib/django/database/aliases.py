@@ -123,10 +123,8 @@ def opened(settings: OutboxSettings, *, name: str) -> Iterator[BrokerConnection]
 
 
 @contextmanager
-def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database, and the name of the broker's schema.
-
-    The driver's errors on the connection are raised as BrokerError.
+def broker_executor() -> Iterator[Executor]:
+    """A connection to the broker's database, on which the driver's errors are raised as BrokerError.
 
     Raises BrokerUnavailable or ConfigurationError. Raises SchemaError if the tables are missing or have another
     version.
@@ -139,7 +137,14 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
         deadline.kept_in_transaction(connection, settings.schema),
     ):
         check_schema(connection, settings.schema)
-        yield connection, settings.schema
+        yield Executor(connection, settings.schema)
+
+
+@contextmanager
+def broker_connection() -> Iterator[tuple[Connection, str]]:
+    """The connection and the schema of `broker_executor`."""
+    with broker_executor() as run:
+        yield run.connection, run.schema
 
 
 P = ParamSpec("P")
@@ -147,9 +152,9 @@ T = TypeVar("T")
 
 
 def on_broker(function: Callable[Concatenate[Executor, P], T], /, *given: P.args, **named: P.kwargs) -> T:
-    """Call a function that begins with an Executor, with a connection to the broker. Raises as `broker_connection`."""
-    with broker_connection() as (connection, schema):
-        return function(Executor(connection, schema), *given, **named)
+    """Call a function that begins with an Executor, with a connection to the broker. Raises as `broker_executor`."""
+    with broker_executor() as run:
+        return function(run, *given, **named)
 
 
 def require_database(settings: OutboxSettings) -> None:

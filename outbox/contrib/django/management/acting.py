@@ -1,8 +1,7 @@
 """The base class of commands that run declared actions and print declared listings.
 
-The class implements arguments, dry run, JSON, confirmation, audit and tables. Each declared action and listing of the
-command is a subcommand, with its title as help. A command has a `help` about their subject and nothing else, unless it
-has subcommands of its own:
+Each declared action and listing of the command is a subcommand. A command has a `help` about their subject and nothing
+else, unless it has subcommands of its own:
 
     class Command(OperatorCommand):
         help = "Show consumer groups, and act on them."
@@ -11,25 +10,19 @@ has subcommands of its own:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.audit import recorded_command
+from outbox.contrib.django.actions.cells import plain
 from outbox.contrib.django.actions.declaration import LEFT, ActionPlan, DeclaredAction, Field, FieldKind, parsed
-from outbox.contrib.django.actions.listing import Asked, Listing
+from outbox.contrib.django.actions.listing import COMMAND, Asked, Listing
 from outbox.contrib.django.catalogue import listings_of, of_command, on_engine
-from outbox.contrib.django.database.aliases import broker_connection, one_connection
+from outbox.contrib.django.database.aliases import broker_executor, one_connection
 from outbox.contrib.django.management.output import OutboxCommand
-
-
-@contextmanager
-def _broker() -> Iterator[Executor]:
-    with broker_connection() as (connection, schema):
-        yield Executor(connection, schema)
 
 
 def _parser(kind: FieldKind) -> Callable[[str], Any]:
@@ -48,20 +41,13 @@ _LIMIT: Final = Field("limit", "show at most this number of rows (default: %(def
 
 
 class OperatorCommand(OutboxCommand):
-    """A command with subcommands.
-
-    A subcommand runs a declared action, prints a declared listing, or calls a method of the command class. These
-    methods only read data.
-    """
+    """A command whose subcommands are declared actions, declared listings, and methods that only read data."""
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_subcommands(parser)
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
-        """Add a subcommand for each listing and each declared action of this command.
-
-        Returns argparse's object to which the caller can add further subcommands.
-        """
+        """Add a subcommand for each listing and each declared action. The caller can add more to the result."""
         subcommands = parser.add_subparsers(dest="action", required=required)
         for word, listing in listings_of(self.command_name).items():
             self.add_listing(subcommands.add_parser(word, help=listing.help), listing)
@@ -87,7 +73,8 @@ class OperatorCommand(OutboxCommand):
                 groups[field.one_of] = parser.add_mutually_exclusive_group(required=True)
             add_field(groups.get(field.one_of, parser), field)
         parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the audit")
-        self.add_no_input(parser, "show the plan, change nothing")
+        parser.add_argument("--dry-run", action="store_true", help="show the plan, change nothing")
+        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -104,7 +91,7 @@ class OperatorCommand(OutboxCommand):
     def print_listing(self, listing: Listing, options: Mapping[str, Any]) -> None:
         fields = [*listing.fields, *([listing.after] if listing.after else [])]
         limit = options["limit"] if listing.after else 0
-        asked = Asked({one.name: options[one.name] for one in fields}, limit, _broker, nullcontext)
+        asked = Asked({one.name: options[one.name] for one in fields}, limit, broker_executor, nullcontext)
         with listing.opened(asked) as run:
             found = listing.read(run, asked)
         if listing.states:
@@ -112,20 +99,21 @@ class OperatorCommand(OutboxCommand):
         if options["json"]:
             self.print_json([listing.as_json(one) for one in found])
             return
-        self.print_table(listing, found)
-        if listing.after is not None:
-            self.say_more(len(found), limit, found and listing.position and listing.position(found[-1]))
+        columns = listing.on(COMMAND, {})
+        self.print_rows(
+            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in found)
+        )
+        if listing.after is not None and len(found) >= limit:
+            place = listing.position and listing.position(found[-1])
+            self.say(f"there may be more rows: pass {'a higher --limit' if place is None else f'--after {place}'}")
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
         """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""
         plan = action.plan({field.name: _value(field, options[field.name]) for field in action.fields})
-        if options["dry_run"]:
-            if plan.refusal:
-                raise CommandError(plan.refusal)
-            self._report(action, plan, "planned", {}, options)
-            left = plan.before.get(LEFT)
-        elif plan.nothing:
-            self._report(action, plan, "nothing", {}, options)
+        if options["dry_run"] and plan.refusal:
+            raise CommandError(plan.refusal)
+        if options["dry_run"] or plan.nothing:
+            self._report(action, plan, "planned" if options["dry_run"] else "nothing", {}, options)
             left = plan.before.get(LEFT)
         else:
             if plan.dangerous:

@@ -14,8 +14,7 @@ from django.db import Error as DatabaseError
 
 from outbox.broker.database.executor import Row
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
-from outbox.contrib.django.actions.cells import first_line, plain
-from outbox.contrib.django.actions.listing import COMMAND, Listing
+from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.operations.known_conditions import observer
 from outbox.errors import ConfigurationError, OutboxError
@@ -28,13 +27,9 @@ _ACTING: Final = ("drop",)
 
 
 class OutboxCommand(BaseCommand):
-    """The base class of the outbox commands.
+    """The base class of the outbox commands: it prints an OutboxError or a database error without a traceback."""
 
-    If the code of a command raises an OutboxError or a database error, the command prints the error text without a
-    traceback.
-    """
-
-    # Commands run without system checks, because a command that mends something must run even if a check fails.
+    # A command that mends something must run even if a check fails.
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
@@ -53,8 +48,7 @@ class OutboxCommand(BaseCommand):
             self.stdout.flush()
             return found
         except BrokenPipeError:
-            # The program that reads the output, such as `head`, has closed the pipe. Discard Python's output buffer,
-            # because writing it at exit would fail.
+            # The reader, such as `head`, has closed the pipe. Writing Python's output buffer at exit would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
@@ -67,8 +61,7 @@ class OutboxCommand(BaseCommand):
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
-            # Resetting the broker ends its background threads, and reports the decisions that these threads could not
-            # send.
+            # Reports the decisions that background threads could not send.
             reset_broker()
 
     def _refusal(self, options: Mapping[str, Any]) -> str:
@@ -81,11 +74,6 @@ class OutboxCommand(BaseCommand):
         except ConfigurationError:
             # The command reports wrong settings itself, or works without them.
             return ""
-
-    def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
-        """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
-        parser.add_argument("--dry-run", action="store_true", help=dry_run)
-        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
 
     def confirm(self, what: str, options: Mapping[str, Any]) -> None:
         """Ask the operator to confirm `what`. Raises CommandError if the answer is not "yes"."""
@@ -114,20 +102,9 @@ class OutboxCommand(BaseCommand):
         """Print one line, with control characters escaped. All text output uses this method."""
         self.stdout.write(inert(text), style)
 
-    def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """If a page is full, print that there may be more rows, and how to get the next page."""
-        if shown >= limit:
-            self.say(f"there may be more rows: {'pass a higher --limit' if place is None else f'pass --after {place}'}")
-
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
-
-    def print_table(self, listing: Listing, rows: Iterable[object]) -> None:
-        columns = listing.on(COMMAND, {})
-        self.print_rows(
-            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in rows)
-        )
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print an aligned table, or "none" if the table has no rows."""

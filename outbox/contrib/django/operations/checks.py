@@ -55,8 +55,7 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         return [Error(str(error), id="outbox.E001")]
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [
         _producer_group,
-        _topic_imports,
-        _celery_app,
+        _imports,
         _transactions,
         _router,
         _subscribers,
@@ -76,19 +75,18 @@ def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
         )
 
 
-def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    if settings.celery_app is not None:
+def _imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    """Import what the settings name by dotted paths."""
+    of_celery = settings.celery_app
+    named: Mapping[str, Callable[[], object]] = {
+        "outbox.E005": lambda: engine_of(settings).codecs,
+        "outbox.E016": lambda: of_celery is not None and imported("OUTBOX['CELERY_APP']", of_celery),
+    }
+    for check_id, read in named.items():
         try:
-            imported("OUTBOX['CELERY_APP']", settings.celery_app)
+            read()
         except ConfigurationError as error:
-            yield Error(str(error), id="outbox.E016")
-
-
-def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        _ = engine_of(settings).codecs
-    except ConfigurationError as error:
-        yield Error(str(error), id="outbox.E005")
+            yield Error(str(error), id=check_id)
 
 
 def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -199,7 +197,7 @@ def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The checks below read databases. `manage.py check --database ALIAS` and `migrate` run these checks.
+# Checks that read databases, of `manage.py check --database ALIAS` and `migrate`.
 
 _MIGRATIONS: Final = "django_migrations"
 
@@ -209,7 +207,7 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
     try:
         settings = get_settings()
     except ConfigurationError:
-        # If OUTBOX is invalid, `check_settings` reports the error, so this check reports nothing.
+        # `check_settings` reports it.
         return []
     if settings.in_memory:
         return []
@@ -231,7 +229,7 @@ def _sessions(wanted: set[str], settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         found = [one for one in demands(settings) if wanted.intersection(one.aliases)]
     except OutboxError as error:
-        # If subscribers cannot be imported, `check_settings` reports the error, so this check reports nothing.
+        # `check_settings` reports what cannot be imported.
         logger.debug("the check cannot add up the sessions of the handlers: %s", error)
         return
     for one in found:
@@ -256,9 +254,8 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
     if missing and _MIGRATIONS in tables:
-        # Missing tables are only a warning, because `migrate` runs this check before it creates the tables, and an
-        # error would stop `migrate`. Before the first `migrate` the tables cannot exist yet, so the check does not
-        # report that they are missing.
+        # Only a warning, because `migrate` runs this check before it creates the tables. Before the first `migrate`,
+        # nothing is reported.
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}. Calls of publish() and subscribers on this alias "
             "need these tables.",
@@ -302,16 +299,14 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
             naming(f"reading the broker on {settings.broker!r}", settings.schema),
         ):
             check_schema(connection, settings.schema)
-            yield from _undeclared(
-                settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
-            )
-            yield from _new_groups(Executor(connection, settings.schema))
+            run = Executor(connection, settings.schema)
+            yield from _undeclared(settings, {topic.name: topic for topic in list_topics(run)})
+            yield from _new_groups(run)
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
-        # Unusable broker tables are a warning, because `migrate` installs the tables. Before the first `migrate`, the
-        # broker's tables cannot exist yet, so the check reports nothing.
+        # A warning, for the same reasons as above.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
             yield from _unusable(error, Warning, "outbox.W026")
     except ConfigurationError as error:
@@ -330,7 +325,7 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         unknown = unknown_to_broker(alias, settings)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # One of the two databases cannot be read. Other checks report this error, so this check reports nothing.
+        # Other checks report a database that cannot be read.
         logger.debug("the ledger on %r cannot be compared with the broker: %s", alias, error)
         return
     if unknown:
@@ -350,8 +345,7 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # A project can read every broker that it has used. So a broker that this project cannot read is not its former
-        # broker.
+        # A project can read every broker that it has used, so this is not its former one.
         logger.debug("the check could not find out whether %r has a broker: %s", alias, error)
         return
     if left:
@@ -367,7 +361,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
     try:
         found = new_groups(run)
     except OutboxError as error:
-        # If subscribers cannot be imported, `check_settings` reports the error, so this check reports nothing.
+        # `check_settings` reports what cannot be imported.
         logger.debug("the check cannot find out which groups are new to a topic: %s", error)
         return
     for one in found:
@@ -386,17 +380,12 @@ def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterato
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The functions below find consumer groups that are new to a topic whose messages other groups have handled.
-#
-# Such a group is either a new group, or an old group under a new name. A renamed group would handle these messages
-# again.
+# Consumer groups that are new to a topic whose messages other groups have handled. Such a group may be an old one under
+# a new name, and would handle these messages again.
 
 
 def new_groups(run: Executor) -> list[Condition]:
-    """Return the project's groups without `start` that would begin with messages that other groups have handled.
-
-    The function also raises the errors of `autodiscover`.
-    """
+    """Return the project's groups without `start` that would begin with messages that other groups have handled."""
     known = autodiscover()
     wanted = [
         (item.subscription.group, item.subscription.topic)

@@ -1,7 +1,6 @@
 """Compares the application's databases with the broker, to find what a restore of one side has removed.
 
-There are three comparisons. Each comparison looks for data that only one of two databases has, although both had the
-data before:
+There are three comparisons:
 
 - The ledger has a row 'C', but the broker has no record of the row's transaction. The broker had stored the half
   message before the row's transaction committed. So the broker's database was restored to an earlier time, or a
@@ -11,9 +10,8 @@ data before:
 - The offset of a group has passed a message that did not fail, but the inbox of the group has no row of the message. So
   the database to which the handlers write was restored to an earlier time.
 
-Each comparison reads only rows that are new since the last comparison. If a sign shows that one of the two databases
-was restored, the comparison reads all rows again. Such a sign is a new life of the broker, or a missing row among the
-newest rows that both databases had at the last comparison.
+Each comparison reads only rows that are new since the last one, or all rows again if there is a sign of a restore: a
+new life of the broker, or a missing row among the newest rows that both databases had at the last comparison.
 
 See decision 171.
 """
@@ -44,7 +42,7 @@ from outbox.broker.operations.comparisons import (
     MissingTransactions,
 )
 from outbox.broker.operations.presence import unknown_transactions
-from outbox.contrib.django.database.aliases import broker_connection, on_broker
+from outbox.contrib.django.database.aliases import broker_executor, on_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import first_id_at, has_tables, moment_of
@@ -84,18 +82,13 @@ class CompareCounts:
 
 
 def compare_when_due() -> CompareCounts | None:
-    """Call `run_compare` if the broker has begun a new life, or if the last pass was ten minutes ago or earlier.
-
-    Else return None.
-    """
+    """Call `run_compare` if the broker has begun a new life, or if the last pass was ten minutes ago; else None."""
     if not get_settings().has_database:
         return None
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
-        life = lives.current(run)
-        since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
-        known = comparisons.list_comparisons(run)
-    for one in map(known.get, _keys()):
+    with broker_executor() as run:
+        life, known = lives.current(run), comparisons.list_comparisons(run)
+    since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
+    for one in map(known.get, _subjects()):
         if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
             return run_compare()
     return None
@@ -110,8 +103,7 @@ def run_compare() -> CompareCounts:
     if not settings.has_database:
         return CompareCounts()
     failed: dict[str, DatabaseError] = {}
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         context = _Context(
             run=run,
             life=lives.described(run),
@@ -121,11 +113,17 @@ def run_compare() -> CompareCounts:
             keep=timedelta(seconds=settings.inbox_retention_seconds),
         )
         # If a database had the tables at an earlier comparison, it was replaced, or its tables are lost.
-        compared = {key[-1] for key in _keys() if key in context.known}
-        for alias, compare in _work(context):
+        subjects = _subjects()
+        compared = {key[-1] for key in subjects if key in context.known}
+        for (kind, *_, alias), item in subjects.items():
             try:
                 with closing(open_connection(alias)) as application:
-                    compare(application)
+                    if item is not None:
+                        _compare_inbox(context, application, item)
+                    elif kind is ComparisonKind.LEDGER:
+                        _compare_ledger(context, application)
+                    else:
+                        _compare_decisions(context, application)
             except DatabaseError as error:
                 if alias in compared or has_tables(alias):
                     failed[alias] = error
@@ -141,28 +139,26 @@ def run_compare() -> CompareCounts:
 
 def settle_losses() -> int:
     """Mark all that this project's comparisons report as missing as settled by an operator; return its number."""
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
-        known = comparisons.list_comparisons(run)
-        settled = 0
-        for key in _ledger_keys():
-            one = known.get(key)
-            if one is not None:
-                settled += MissingTransactions(run, one.kind, one.subject, one.alias).settle()
-                nothing = {"missing": 0, "first_at": None, "last_at": None, "ids": ()}
-                comparisons.store(run, replace(one, **nothing, unproven_from=None, unproven_to=None))  # type: ignore[arg-type]
-        for item in _with_inbox():
-            one = known.get((ComparisonKind.INBOX, *_inbox_key(item)))
-            if one is not None and one.missing:
-                settled += one.missing
-                comparisons.forget(run, one)
-        return settled
+    return on_broker(_settle)
+
+
+def _settle(run: Executor) -> int:
+    known = comparisons.list_comparisons(run)
+    settled = 0
+    for one in (known[key] for key in _subjects() if key in known):
+        if one.kind is not ComparisonKind.INBOX:
+            settled += MissingTransactions(run, one.kind, one.subject, one.alias).settle()
+            nothing = {"missing": 0, "first_at": None, "last_at": None, "ids": ()}
+            comparisons.store(run, replace(one, **nothing, unproven_from=None, unproven_to=None))  # type: ignore[arg-type]
+        elif one.missing:
+            settled += one.missing
+            comparisons.forget(run, one)
+    return settled
 
 
 def losses() -> list[DatabaseComparison]:
     """Return the last comparisons that found a loss, also those of other projects that use the broker."""
-    known = on_broker(comparisons.list_comparisons)
-    return [one for one in known.values() if not one.is_clean]
+    return [one for one in on_broker(comparisons.list_comparisons).values() if not one.is_clean]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,35 +176,17 @@ class _Context:
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
-def _keys() -> list[ComparisonKey]:
-    return [*_ledger_keys(), *((ComparisonKind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
-
-
-def _ledger_keys() -> list[ComparisonKey]:
+def _subjects() -> dict[ComparisonKey, Subscriber | None]:
+    """Return what the project compares: its ledgers, and the inboxes of these subscribers."""
     group = get_settings().producer_group
-    if not group:
-        return []
-    return [
-        (kind, group, "", alias)
-        for kind in (ComparisonKind.LEDGER, ComparisonKind.DECISION)
-        for alias in ledger_aliases(usable=True)
-    ]
-
-
-def _with_inbox() -> list[Subscriber]:
-    return [item for item in autodiscover() if item.idempotent and not item.subscription.broadcast]
-
-
-def _inbox_key(item: Subscriber) -> tuple[str, str, str]:
-    return item.subscription.group, item.subscription.topic, handler_alias(item)
-
-
-def _work(context: _Context) -> Iterator[tuple[str, Callable[[BaseDatabaseWrapper], None]]]:
-    for kind, _, _, alias in _ledger_keys():
-        compare = _compare_ledger if kind is ComparisonKind.LEDGER else _compare_decisions
-        yield alias, lambda application, compare=compare: compare(context, application)  # type: ignore[misc]
-    for item in _with_inbox():
-        yield handler_alias(item), lambda application, item=item: _compare_inbox(context, application, item)  # type: ignore[misc]
+    aliases = ledger_aliases(usable=True) if group else []
+    found: dict[ComparisonKey, Subscriber | None] = {
+        (kind, group, "", alias): None for kind in (ComparisonKind.LEDGER, ComparisonKind.DECISION) for alias in aliases
+    }
+    for item in autodiscover():
+        if item.idempotent and not item.subscription.broadcast:
+            found[ComparisonKind.INBOX, item.subscription.group, item.subscription.topic, handler_alias(item)] = item
+    return found
 
 
 def _counts(
@@ -229,32 +207,24 @@ def _counts(
             )
     missing = {kind: sum(one.missing for one in now.values() if one.kind is kind) for kind in ComparisonKind}
     return CompareCounts(
-        missing[ComparisonKind.LEDGER], missing[ComparisonKind.DECISION], missing[ComparisonKind.INBOX]
+        lost_messages=missing[ComparisonKind.LEDGER],
+        lost_commits=missing[ComparisonKind.DECISION],
+        lost_effects=missing[ComparisonKind.INBOX],
     )
 
 
 # -- the ledger, and the broker's decisions -----------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Batches:
-    """The transactions after the id `after`, in batches.
-
-    `rest`: the id after which the next pass continues, because this one has read as many batches as it may; else ''.
-    """
-
-    after: UUID
-    read: Callable[..., Sequence[UUID]]
-    rest: str = ""
-
-    def __iter__(self) -> Iterator[Sequence[UUID]]:
-        for _ in range(_MOST_BATCHES):
-            batch = self.read(self.after, limit=_BATCH)
-            yield batch
-            if len(batch) < _BATCH:
-                return
-            self.after = batch[-1]
-        self.rest = str(self.after)
+def _batches(after: UUID, read: Callable[..., Sequence[UUID]]) -> Iterator[tuple[Sequence[UUID], str]]:
+    """Yield the transactions after an id in batches, each with the id after which the next pass continues, or ''."""
+    for _ in range(_MOST_BATCHES):
+        batch = read(after, limit=_BATCH)
+        if len(batch) < _BATCH:
+            yield batch, ""
+            return
+        after = batch[-1]
+        yield batch, str(after)
 
 
 def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None:
@@ -276,8 +246,9 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
         after = first_id_at(max(oldest, known.compared_at - _OVERLAP))
     if known is not None and not is_first and (left := known.state.get("after")):
         after = UUID(left)
-    batches = _Batches(after, partial(ledger.committed_after, application))
-    for batch in batches:
+    state = {"ledger": str(identity.ledger_id)}
+    for batch, rest in _batches(after, partial(ledger.committed_after, application)):
+        state["after"] = rest
         # The broker is read after the ledger, because the broker stored each half message before the row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
     _look_again(missing, lambda ids: set(ids) - unknown_transactions(run, ids))
@@ -285,7 +256,6 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     unproven: tuple[datetime | None, datetime] | None = _unproven(context, identity) if is_first else None
     if unproven is None and known is not None and known.unproven_to is not None:
         unproven = (known.unproven_from, known.unproven_to)
-    state = {"ledger": str(identity.ledger_id), "after": batches.rest}
     _store(context, missing, state, unproven)
 
 
@@ -295,9 +265,8 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
     """Return the time span of transactions that the broker has lost and whose ledger rows were already pruned.
 
-    When pruning removed ledger rows, the broker had a decision for the last pruned transaction. If the broker no longer
-    has this transaction, and the newest entry of the broker's log is older than the transaction, the broker was
-    restored to an earlier time.
+    When pruning removed ledger rows, the broker had a decision for the last pruned transaction. If it no longer has
+    this transaction, and the newest entry of its log is older, it was restored to an earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -325,8 +294,9 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         left = known.state.get("after")
         after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
     present: list[UUID] = []
-    batches = _Batches(after, partial(comparisons.committed_of_ledger, run, before.ledger_id))
-    for batch in batches:
+    state: dict[str, Any] = {"ledger": str(before.ledger_id)}
+    for batch, rest in _batches(after, partial(comparisons.committed_of_ledger, run, before.ledger_id)):
+        state["after"] = rest
         absent = _absent(application, batch)
         # The pruning limit is read after the rows, because pruning records its limit before it removes rows.
         now = ledger.identity(application)
@@ -335,8 +305,7 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         missing.add({one: moment_of(one) for one in sorted(absent - _below(absent, now.pruned_before or _NIL))})
         present = [*present, *(one for one in batch if one not in absent)][-_CANARIES:]
     _look_again(missing, lambda ids: set(ids) - _absent(application, ids))
-    kept = [str(one) for one in present or canaries]
-    state = {"ledger": str(before.ledger_id), "after": batches.rest, "canaries": kept}
+    state["canaries"] = [str(one) for one in present or canaries]
     _store(context, missing, state, None)
 
 
@@ -388,9 +357,8 @@ def _store(
 class _Queue:
     """The state of one queue in the comparison of an inbox.
 
-    The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `moved` is the number of
-    entries that resets have skipped, minus the number of entries that resets made the group read again. `look_from` is
-    the lowest offset whose effect was missing.
+    The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `look_from` is the
+    lowest offset whose effect was missing.
     """
 
     valid_from: int
@@ -424,11 +392,8 @@ class _InboxLook:
                 if matches.evaluate(entry.tag or "", entry.headers)
             ]
             # The inbox is read after the offset, because an effect commits before the consumer stores its offset.
-            there = inbox.handled(
-                self.application,
-                self.item.subscription.group,
-                [entry.message_id for entry in entries],
-            )
+            ids = [entry.message_id for entry in entries]
+            there = inbox.handled(self.application, self.item.subscription.group, ids)
             for entry in entries:
                 if entry.message_id not in there:
                     self.missing[entry.message_id] = entry.queued_at
@@ -439,10 +404,7 @@ class _InboxLook:
         return lowest
 
     def look_back(self, queue: GroupPosition, low: int, high: int) -> int | None:
-        """Examine the offsets in batches from `high` down to `low`, and stop after a batch without a missing effect.
-
-        Return the lowest offset whose effect is missing.
-        """
+        """Like `look`, from `high` down to `low`, until a batch has no missing effect."""
         lowest: int | None = None
         newest: list[UUID] = []
         while high > low:
@@ -478,13 +440,12 @@ class _InboxLook:
 def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
     """Find messages that the group has passed without a failure, although the inbox has no row for these messages.
 
-    The first comparison reports nothing, because the group may have handled messages before it had an inbox. The first
-    comparison only finds the offset from which the inbox has a row for every message. The comparison never reports a
-    message that an offset reset has skipped. If the filter of the group has changed, the next comparison is like the
-    first comparison.
+    The first comparison, also after a change of the filter, only finds the offset from which the inbox has a row for
+    every message, because the group may have handled messages before it had an inbox. A message that an offset reset
+    has skipped is never reported.
     """
     subscription = item.subscription
-    group, topic, alias = _inbox_key(item)
+    group, topic, alias = subscription.group, subscription.topic, handler_alias(item)
     known = context.known.get((ComparisonKind.INBOX, group, topic, alias))
     positions = comparisons.group_positions(context.run, group, topic)
     state = known.state if known is not None and known.state.get("filter") == subscription.filter else {}

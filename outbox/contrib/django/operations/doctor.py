@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from django.core import checks as django_checks
+from django.core.checks import ERROR, WARNING
 from django.db.utils import DatabaseError
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import unusable
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Role
-from outbox.contrib.django.database.aliases import broker_connection, broker_database, on_broker
+from outbox.contrib.django.database.aliases import broker_database, broker_executor, on_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
-from outbox.contrib.django.operations import checks, known_conditions
-from outbox.contrib.django.operations.checks import check_databases
+from outbox.contrib.django.operations import known_conditions
+from outbox.contrib.django.operations.checks import check_databases, check_settings
 from outbox.contrib.django.operations.granting import check_rights
 from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.operations.watching import survey_project
@@ -57,12 +56,10 @@ def examine() -> list[Condition]:
         ]
         if (observer := known_conditions.observer()) is not None:
             return [*found, *observer.examine()]
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
+        with broker_executor() as run:
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
-            # The survey comes last. If a transaction is already open, the survey's limit for lock waits (one second)
-            # also applies to all later statements of this transaction.
+            # Last: in an open transaction, its limit for lock waits applies to all later statements.
             found += survey_project(run).verdict.conditions
     except ConfigurationError as error:
         found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
@@ -76,8 +73,7 @@ def _as_publisher() -> list[Condition]:
     try:
         if known_conditions.observer() is not None:
             return []
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
+        with broker_executor() as run:
             if grants.lesser_role(run) is not Role.PUBLISH:
                 return []
             text = "was not examined: this login only publishes, and cannot read the broker's tables"
@@ -91,24 +87,17 @@ def _as_publisher() -> list[Condition]:
 def _system_checks(*, reads_databases: bool) -> Iterator[Condition]:
     """Return the messages of `manage.py check` about outbox, if `reads_databases` also of those that read databases."""
     aliases = {*ledger_aliases(), *_broker_alias()} if reads_databases else set[str]()
-    found = [*checks.check_settings(), *check_databases(databases=aliases)]
+    found = [*check_settings(), *check_databases(databases=aliases)]
     messages = [message for message in found if not message.is_silenced()]
     for message in messages:
-        yield of_text(
-            f"check {message.id}",
-            _severity_of(message.level),
-            message.msg,
-            message.hint or "Do what the text of this check says.",
-        )
+        if message.level >= ERROR:
+            severity = Severity.CRITICAL
+        else:  # What only informs is no fault.
+            severity = Severity.WARNING if message.level >= WARNING else Severity.OK
+        remedy = message.hint or "Do what the text of this check says."
+        yield of_text(f"check {message.id}", severity, message.msg, remedy)
     if not messages:
         yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases)) or 'no database'}")
-
-
-def _severity_of(level: int) -> Severity:
-    """The severity of a message of `manage.py check`. What only informs is no fault."""
-    if level >= django_checks.ERROR:
-        return Severity.CRITICAL
-    return Severity.WARNING if level >= django_checks.WARNING else Severity.OK
 
 
 def _broker_alias() -> list[str]:
@@ -148,7 +137,7 @@ def _ledgers() -> Iterator[Condition]:
 
 
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:
-    """Check that the retention of topics and inbox is long enough.
+    """Check that topics and inbox keep their rows for long enough.
 
     The broker must keep a decision for longer than the ledger keeps the row of the same transaction, because pruning
     removes the row only if the broker has the decision. The inbox must keep a row for as long as the message may be
@@ -178,10 +167,9 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
 
 
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
-    """Check the inbox's retention.
+    """Check the inbox's retention: a restored broker may deliver messages again that are not in the log any more.
 
-    Pruning keeps the inbox rows of messages that are in the log. The inbox must also keep rows of messages that
-    retention has removed from the log, because a restored broker may deliver these messages again.
+    Pruning keeps the inbox rows of messages that are in the log.
     """
     kept, longest = settings.inbox_retention_seconds, max((topic.retention_seconds for topic in topics), default=0)
     autodiscover()
@@ -201,9 +189,6 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
 
 
 def _retry_seconds(subscription: Subscription) -> float:
-    """Return the sum of the waits between a subscription's attempts.
-
-    For a subscription without a limit of attempts, return the sum of the waits between the first sixteen attempts.
-    """
+    """Return the sum of the waits between a subscription's attempts; without a limit, between the first sixteen."""
     attempts = subscription.retry.max_attempts or 16
     return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

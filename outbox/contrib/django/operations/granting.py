@@ -6,14 +6,12 @@ The broker's schema has its part in outbox/broker/schema/grants.py. The applicat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from django.apps import apps
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import Model
-from psycopg import sql
 
 from outbox import hooks
 from outbox.broker.database.executor import Executor
@@ -25,7 +23,7 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
-# The rights of a publisher in the application's databases, by table and columns.
+# The rights of a publisher in the application's databases.
 _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "outbox_ledger": {"SELECT": (), "INSERT": ()},
     "outbox_ledger_identity": {"SELECT": ()},
@@ -41,13 +39,14 @@ def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str
     """Return the statements that `grant` would execute, with the alias of the database; those of the broker first."""
     with broker_database(settings).connect_as_owner() as connection:
         check_schema(connection, settings.schema)
+        group = settings.required_producer_group() if members.get(Role.PUBLISH) else None
         run = Executor(connection, settings.schema)
-        found = [(settings.broker, grants.plan(run, _logins(settings, members)))]
+        found = [(settings.broker, grants.plan(run, Logins(members, producer_group=group)))]
     for alias in _application_aliases():
         application = connections[alias]
         statements = [*_roles(application, settings.schema), *_rights(application, settings.schema)]
         statements += [
-            _text("GRANT {} TO {}", role_name(settings.schema, role), member)
+            grants.text_of("GRANT {} TO {}", role_name(settings.schema, role), member)
             for role, given in members.items()
             if role is not Role.OWN
             for member in given
@@ -80,27 +79,16 @@ def renew(alias: str) -> None:
     """After a migration of an application database, give the roles their rights again, if they have rights there."""
     connection, schema = connections[alias], get_settings().schema
     if connection.vendor == "postgresql" and alias in _application_aliases() and _is_used(connection, schema):
-        _execute(connection, list(_rights(connection, schema)))
-
-
-def _logins(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> Logins:
-    group = settings.required_producer_group() if members.get(Role.PUBLISH) else None
-    return Logins(members, producer_group=group)
+        _execute(connection, _rights(connection, schema))
 
 
 def _application_aliases() -> list[str]:
     return [alias for alias in ledger_aliases() if connections[alias].vendor == "postgresql"]
 
 
-def _execute(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> None:
+def _execute(connection: BaseDatabaseWrapper, statements: Iterable[str]) -> None:
     with connection.cursor() as cursor:
         cursor.execute(";\n".join(statements))
-
-
-def _models(alias: str) -> list[type[Model]]:
-    own = [app for app in apps.get_app_configs() if app.label == "outbox" or app.label in hooks.tables]
-    models = [model for app in own for model in app.get_models()]
-    return [model for model in models if router.allow_migrate_model(alias, model)]
 
 
 _TABLES: Final = """
@@ -109,7 +97,9 @@ SELECT relname FROM pg_class WHERE oid = ANY (SELECT to_regclass(name) FROM unne
 
 
 def _tables(connection: BaseDatabaseWrapper) -> list[str]:
-    names = [model._meta.db_table for model in _models(connection.alias)]
+    own = [app for app in apps.get_app_configs() if app.label == "outbox" or app.label in hooks.tables]
+    models = [model for app in own for model in app.get_models()]
+    names = [model._meta.db_table for model in models if router.allow_migrate_model(connection.alias, model)]
     with connection.cursor() as cursor:
         cursor.execute(_TABLES, [names])
         return sorted(name for (name,) in cursor.fetchall())
@@ -136,10 +126,9 @@ def _is_used(connection: BaseDatabaseWrapper, schema: str) -> bool:
 
 
 def _rights(connection: BaseDatabaseWrapper, schema: str) -> Iterator[str]:
-    tables = _tables(connection)
-    for role, table, right, columns in _needed(tables):
-        of = sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
-        yield _text(f"GRANT {right}{{}} ON {{}} TO {{}}", of, table, role_name(schema, role))
+    for role, table, right, columns in _needed(_tables(connection)):
+        to = role_name(schema, role)
+        yield grants.text_of(f"GRANT {right}{{}} ON {{}} TO {{}}", grants.in_brackets(columns), table, to)
 
 
 def _needed(tables: Sequence[str]) -> Iterator[tuple[Role, str, str, Sequence[str]]]:
@@ -151,22 +140,9 @@ def _needed(tables: Sequence[str]) -> Iterator[tuple[Role, str, str, Sequence[st
             yield role, table, ", ".join(rights), ()
 
 
-def _text(template: str, *values: str | sql.Composable) -> str:
-    named = [sql.Identifier(value) if isinstance(value, str) else value for value in values]
-    return sql.SQL(template).format(*named).as_string(None)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The part of the doctor.
 
-_LACKS: Final = """
-SELECT table_name, "right", columns, quote_ident(current_user)
-FROM unnest(%s::text[], %s::text[], %s::text[]) WITH ORDINALITY AS needed (table_name, "right", columns, place)
-WHERE NOT CASE WHEN columns = '' THEN has_table_privilege(table_name, "right")
-               ELSE (SELECT bool_and(has_column_privilege(table_name, one, "right"))
-                     FROM unnest(string_to_array(columns, ' ')) AS one) END
-ORDER BY place
-"""
 # The rights of the role on these tables, apart from those in the second array.
 _HELD: Final = """
 SELECT quote_ident(relname), string_agg("right", ', ' ORDER BY place), quote_ident(current_user)
@@ -175,11 +151,6 @@ CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) WIT
 WHERE pg_class.oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name)
   AND has_table_privilege(pg_class.oid, "right") AND relname || ' ' || "right" <> ALL (%s::text[])
 GROUP BY relname
-ORDER BY relname
-"""
-_OWNED: Final = """
-SELECT relname, quote_ident(current_user) FROM pg_class
-WHERE oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name) AND NOT pg_has_role(relowner, 'USAGE')
 ORDER BY relname
 """
 
@@ -200,29 +171,24 @@ def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
             "Connect the web process as a role that is a member of no other role than publish, or revoke these rights.",
         )
     for alias in _application_aliases():
-        yield _complete(f"rights to {role} on {alias!r}", list(_missing(connections[alias], role)))
+        missing = _missing(connections[alias], role, settings.schema)
+        yield _complete(f"rights to {role} on {alias!r}", missing)
         if role is Role.PUBLISH:
             yield from _beyond_publish(connections[alias])
 
 
-def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRight]:
+def _missing(connection: BaseDatabaseWrapper, role: Role, schema: str) -> list[MissingRight]:
     tables = _tables(connection)
-    with connection.cursor() as cursor:
-        if role is Role.OWN:
-            cursor.execute(_OWNED, [tables])
-            for table, user in cursor.fetchall():
-                yield MissingRight(f"table {table}", "ownership", f"ALTER TABLE {table} OWNER TO {user}")
-            return
-        needed = [
-            (table, right, " ".join(columns))
-            for of, table, rights, columns in _needed(tables)
-            if of is role
-            for right in rights.split(", ")
-        ]
-        cursor.execute(_LACKS, [list(column) for column in zip(*needed, strict=True)] if needed else [[], [], []])
-        for table, right, columns, user in cursor.fetchall():
-            of = f" ({', '.join(columns.split())})" if columns else ""
-            yield MissingRight(f"table {table}", f"{right}{of}", f"GRANT {right}{of} ON {table} TO {user}")
+    needed = [
+        ("TABLE", table, right, " ".join(columns))
+        for of, table, rights, columns in _needed(tables)
+        if of is role
+        for right in rights.split(", ")
+    ]
+    owned = [("OWNED", table, "USAGE", "") for table in tables] if role is Role.OWN else []
+    connection.ensure_connection()
+    with connection.wrap_database_errors:
+        return grants.lacking(Executor(connection.connection, schema), [*needed, *owned])
 
 
 def _beyond_publish(connection: BaseDatabaseWrapper) -> Iterator[Condition]:

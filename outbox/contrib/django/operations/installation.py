@@ -56,7 +56,7 @@ def after_migrate(
 ) -> None:
     """Receive the signal post_migrate. After a flush, Django sends the signal without the arguments `apps` and `plan`.
 
-    Raises CommandError, which `migrate` and `flush` print as a message, if the broker's tables cannot be installed.
+    Raises CommandError if the broker's tables cannot be installed.
     """
     if any(migration.app_label == "outbox" and backwards for migration, backwards in plan):
         # The application's tables are being removed, so do not create the broker's tables.
@@ -73,10 +73,7 @@ def after_migrate(
 
 
 def name_ledger(alias: str, apps: Apps) -> None:
-    """Give the ledger an id if it has none.
-
-    A flush removes the id and all rows of the ledger, so this function then gives the ledger a new id.
-    """
+    """Give the ledger an id if it has none, as after a flush."""
     try:
         identity = apps.get_model("outbox", "LedgerIdentity")
     except LookupError:
@@ -94,10 +91,11 @@ def install_broker(
 ) -> tuple[int, int]:
     """Install or upgrade the broker's tables, declare the topics of the settings, and build the indexes of keys.
 
-    A second call changes nothing. `report` gets a line for each topic that was declared differently before.
+    A second call changes nothing. `report` gets a line for each topic that was declared differently before, and is
+    passed to `install`, as `patience_seconds` is.
 
-    Returns the versions of the schema before and after the call. The parameters `patience_seconds` and `report` are
-    passed to `install`. Raises SchemaError, BrokerUnavailable or ConfigurationError.
+    Returns the versions of the schema before and after the call. Raises SchemaError, BrokerUnavailable or
+    ConfigurationError.
     """
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
@@ -134,18 +132,11 @@ def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
         return before, max(before, SCHEMA_VERSION)
 
 
-def remove_broker(
-    settings: OutboxSettings,
-    *,
-    force: bool,
-    dry_run: bool,
-    patience_seconds: float,
-) -> list[str]:
-    """Drop the broker's tables with all messages. Return one text for each reason not to drop the tables (see
-    `_left_in`).
+def remove_broker(settings: OutboxSettings, *, force: bool, dry_run: bool, patience_seconds: float) -> list[str]:
+    """Drop the broker's tables with all messages. Return the reasons not to drop them.
 
-    If a process uses the tables or a message is undelivered, and `force` is False, raises UsageError. Also raises
-    SchemaError, BrokerUnavailable or ConfigurationError.
+    If there is one, and `force` is False, raises UsageError. Also raises SchemaError, BrokerUnavailable or
+    ConfigurationError.
     """
     with _administering(settings) as connection:
         check_schema(connection, settings.schema)
@@ -162,17 +153,12 @@ def remove_broker(
 
 
 def remove_part(
-    settings: OutboxSettings,
-    part: str,
-    *,
-    force: bool,
-    dry_run: bool,
-    patience_seconds: float,
+    settings: OutboxSettings, part: str, *, force: bool, dry_run: bool, patience_seconds: float
 ) -> dict[str, int]:
     """Drop the tables of a part that no service on this broker uses any more. Return the number of rows per table.
 
-    If the tables have rows and `force` is False, raises UsageError. Also raises UsageError if this project has the
-    part or no service has installed it, and the errors of `remove_broker`.
+    Raises UsageError if they have rows and `force` is False, if this project has the part, or if no service has
+    installed it; and the errors of `remove_broker`.
     """
     with _administering(settings) as connection:
         rows = rows_of_part(connection, part, settings.schema)
@@ -188,7 +174,7 @@ def remove_part(
 
 
 def _left_in(run: Executor) -> Iterator[str]:
-    """Yield one text for each reason against dropping the tables: processes that use them, and undelivered messages."""
+    """Yield the reasons against dropping the tables: processes that use them, and undelivered messages."""
     if leadership(run).leader:
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
@@ -210,8 +196,7 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The functions below find undelivered messages in a broker that the project used before OUTBOX was changed. No worker
-# of the project uses that broker now.
+# Undelivered messages in a broker that the project used before OUTBOX was changed. No worker uses that broker now.
 
 _SAMPLE: Final = 100
 
@@ -219,8 +204,7 @@ _SAMPLE: Final = 100
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
     """Return the project's undelivered messages in a broker on `alias` that is not OUTBOX['BROKER'].
 
-    The list is empty if there are no such messages. Raises BrokerUnavailable, or psycopg.Error if the tables cannot be
-    read.
+    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
     """
     groups = sorted({item.subscription.group for item in subscribers()})
     with database_at(alias, settings).connect(name="outbox-check") as connection:
@@ -233,11 +217,10 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 
 
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
-    """Read the oldest ledger rows on `alias`. Count the rows whose transactions the broker has never seen.
+    """Return how many of the oldest ledger rows on `alias` have transactions that the broker has never seen.
 
     Pruning removes a row only if the broker shows its transaction as decided. So rows whose transactions are on another
-    broker are not removed, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or
-    django.db.Error.
+    broker stay, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
     ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)

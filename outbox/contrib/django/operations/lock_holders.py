@@ -2,9 +2,8 @@
 
     found = naming_lock_holders(conditions)    # outage: …, lock holder session 4711 of nightly-export, …
 
-Handlers wait for a lock only until their timeout, so the waiting session is rarely there when an operator looks. But
-the session that holds the lock is. If the error of a fact is a lock timeout, this module looks into the databases of
-the project for old transactions that may hold back writes.
+Handlers wait for a lock only until their timeout, so the waiting session is rarely there when an operator looks. If the
+error of a fact is a lock timeout, this module looks for old transactions that may hold back writes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ _WAITED: Final = re.compile(r"lock timeout|LockNotAvailable", re.IGNORECASE)
 _CONNECT_SECONDS: Final = 2
 # A younger transaction may be one that works: its locks are gone at the next look.
 _SECONDS: Final = 5
-# A strong lock is that of a whole table, which holds back every write. A writer's lock is weak: the writer may have
-# locked a row that a handler needs, but most writers have not. Without pg_read_all_stats, PostgreSQL shows neither
-# state nor age of another role's session, and only its strong locks are listed.
+# A strong lock is that of a whole table. A writer's lock is weak: most writers have not locked a row that a handler
+# needs. Without pg_read_all_stats, only the strong locks of another role's session are listed.
 _HOLDERS: Final = """
 SELECT lock.pid, activity.application_name, usename, coalesce(activity.state, 'not visible to this role'),
        date_trunc('second', xact_start)::text,
@@ -50,8 +48,7 @@ GROUP BY 1, 2, 3, 4, 5
 def naming_lock_holders(conditions: Sequence[Condition]) -> list[Condition]:
     """Return the conditions; facts whose error is a lock timeout also name the session that may hold the lock.
 
-    A fact names one session, with the number of others: the oldest with a strong lock, otherwise the oldest. The fact
-    stays as it is if no such session is visible.
+    That is the oldest with a strong lock, otherwise the oldest.
     """
     if not any(_has_waited(fact) for one in conditions for fact in one.evidence):
         return list(conditions)

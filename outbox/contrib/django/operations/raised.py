@@ -46,21 +46,18 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
     ConfigurationError, and Django's DatabaseError if the application's database does not answer.
     """
     now = now or timezone.now()
-    changes = _stored(_seen(), now)
+    try:
+        with asking() as run:
+            seen = survey_project(run).verdict
+    except BrokerError as error:
+        seen = unusable(error)
+    changes = _stored(seen, now)
     for change in changes:
         _report(change)
     return {"changes": len(changes)}
 
 
 # -- what holds ------------------------------------------------------------------------------------
-
-
-def _seen() -> ConditionReport:
-    try:
-        with asking() as run:
-            return survey_project(run).verdict
-    except BrokerError as error:
-        return unusable(error)
 
 
 def by_subject(conditions: Iterable[Condition]) -> tuple[dict[_Key, Condition], set[str]]:
@@ -138,7 +135,11 @@ def _report(change: Change) -> None:
     row, held = change.row, change.held
     severity = Severity(row.severity) if held else Severity.OK
     text, next_step = (held.text, held.next_step) if held else ("", "")
-    _log(severity, row, text, next_step)
+    of = f" ({row.subject})" if row.subject else ""
+    if severity is not Severity.OK:
+        logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)
+    else:
+        logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)
     signals.send(
         "condition_changed",
         name=row.name,
@@ -148,11 +149,3 @@ def _report(change: Change) -> None:
         next_step=next_step,
         since=row.raised_at,
     )
-
-
-def _log(severity: Severity, row: RaisedCondition, text: str, next_step: str) -> None:
-    of = f" ({row.subject})" if row.subject else ""
-    if severity is Severity.OK:
-        logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)
-    else:
-        logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)

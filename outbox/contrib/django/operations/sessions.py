@@ -19,9 +19,8 @@ from outbox.contrib.django.subscribers.inbox import handler_sessions
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.errors import OutboxError
 
-# The sessions of the broker's database that one worker opens, whatever it consumes: the broker process, a pass of
-# maintenance, the summary, the leader's work for parts, check-back with its end messages. The passes are rarely open
-# together.
+# The sessions of the broker's database that one worker opens, whatever it consumes: the broker process, passes, the
+# summary, the leader's work for parts, check-back. They are rarely open together.
 _OF_WORKER: Final = 4
 # Each consumer process has a session that dispatches and one for the leases.
 _OF_CONSUMER: Final = 2

@@ -1,8 +1,8 @@
 """Django signals about the work of outbox, and the thread that sends them.
 
-All signals of a process are sent one after the other on one thread, `outbox-signals`. So a receiver that hangs delays
-only the receivers after it, never a handler, a fetch or a pass. Django logs the error of a receiver. The sender of each
-signal is None. If more than MOST_WAITING signals wait, the process drops further signals and logs each of them. With
+One thread, `outbox-signals`, sends all signals of a process one after the other, so a receiver that hangs delays only
+the receivers after it, never a handler, a fetch or a pass. Django logs the error of a receiver. The sender of each
+signal is None. If more than MOST_WAITING signals wait, the process drops and logs further ones. With
 OUTBOX['IN_MEMORY'] the calling thread sends the signal, so that a test sees the effect at once.
 
 A signal is sent at most once: a process that dies between an event and its signal loses the signal.
@@ -75,24 +75,19 @@ class _SendingThread:
 
     def _send_all(self) -> None:
         while True:
-            one = self._waiting.get()
+            name, signal, arguments = self._waiting.get()
             try:
                 # Django renews the connections of a thread only at the start of a request.
                 close_old_connections()
-                _send_now(one)
+                signal.send_robust(sender=None, **arguments)
                 close_old_connections()
             except Exception as error:
-                logger.error("the receivers of the signal %s could not be called", one[0], exc_info=printable(error))
+                logger.error("the receivers of the signal %s could not be called", name, exc_info=printable(error))
             finally:
                 self._waiting.task_done()
 
 
 _thread = _SendingThread()
-
-
-def _send_now(one: _Waiting) -> None:
-    _, signal, arguments = one
-    signal.send_robust(sender=None, **arguments)
 
 
 def send(signal_name: str, /, **arguments: Any) -> None:
@@ -101,7 +96,7 @@ def send(signal_name: str, /, **arguments: Any) -> None:
     if not signal.has_listeners(None):
         return
     if get_settings().in_memory:
-        _send_now((signal_name, signal, arguments))
+        signal.send_robust(sender=None, **arguments)
     else:
         _thread.put((signal_name, signal, arguments))
 

@@ -64,8 +64,7 @@ def refuse_unknown_thresholds(thresholds: Thresholds) -> None:
 
 
 def _of_application(state: BrokerState) -> Iterator[Condition]:
-    # Django renews the connections of a thread only at the start of a request. A command that looks again and again
-    # would keep a connection that a restart of the server has closed.
+    # Otherwise a command that looks again and again would keep a connection that a restart of the server has closed.
     for connection in connections.all(initialized_only=True):
         if connection.errors_occurred:
             connection.close_if_unusable_or_obsolete()
@@ -73,7 +72,6 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
         try:
             yield from one.evaluate(state)
         except Error as error:
-            # Without a report, an operator would think that the condition does not hold.
             logger.warning(
                 "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
             )
@@ -84,8 +82,7 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
 class BrokerView:
     """The conditions that hold, and an overview of the broker with the summary of which it is made.
 
-    `overview` and `summary` are None if the broker does not answer. If another module observes the engine, `server` has
-    its figures, and both are None.
+    Both are None if the broker does not answer, and if another module observes the engine: then `server` has figures.
     """
 
     verdict: ConditionReport
@@ -100,9 +97,9 @@ class BrokerView:
 
 
 def look() -> BrokerView:
-    """Read the conditions and the overview once.
+    """Read the conditions and the overview. If the broker is unreachable, a condition says so.
 
-    If the broker is unreachable, a condition says so. Raises ConfigurationError.
+    Raises ConfigurationError.
     """
     if (observer := known_conditions.observer()) is not None:
         verdict, server = observer.look()
@@ -120,9 +117,9 @@ def look() -> BrokerView:
 
 
 def probe() -> ConditionReport:
-    """Evaluate the few rules for load balancers.
+    """Evaluate the few rules for load balancers. If the broker is unreachable, a condition says so.
 
-    If the broker is unreachable, a condition says so. Raises ConfigurationError.
+    Raises ConfigurationError.
     """
     if (observer := known_conditions.observer()) is not None:
         return observer.probe()
@@ -141,7 +138,7 @@ AUDIT_SECONDS: Final = 23 * 3600.0
 
 
 def run_audit() -> dict[str, Any]:
-    """Run the audit: count all messages, check the equations of the counts, and store the result.
+    """Count all messages, check the equations of the counts, and store the result.
 
     Raises BrokerError or ConfigurationError.
     """

@@ -378,8 +378,7 @@ def forced(keys: Mapping[str, Any]) -> Iterator[None]:
 def get_settings() -> OutboxSettings:
     """Return the current settings. Raises ConfigurationError, which names the wrong key and the allowed values.
 
-    The function checks the dictionary again if `settings.OUTBOX` is a new object, so `override_settings` takes effect
-    at once.
+    It checks the dictionary again if `settings.OUTBOX` is a new object, as in `override_settings`.
     """
     return read_settings()[2]
 
@@ -461,10 +460,7 @@ def tasks_topic(settings: OutboxSettings) -> str:
 
 
 def imported(where: str, dotted_path: str) -> Any:
-    """Import the object at a dotted path in the settings.
-
-    If the import fails, raises ConfigurationError, which names the setting.
-    """
+    """Import the object at a dotted path in the settings. Raises ConfigurationError, which names the setting."""
     try:
         return import_string(dotted_path)
     except ImportError as error:
@@ -472,10 +468,7 @@ def imported(where: str, dotted_path: str) -> Any:
 
 
 def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
-    """Return the declared entries with these names, or all entries if `names` is empty.
-
-    Raises ConfigurationError for an unknown name, or if no entry is declared.
-    """
+    """Return the declared entries with these names, or all if `names` is empty. Raises ConfigurationError."""
     if not declared:
         raise ConfigurationError(f"{where} declares nothing {purpose}.")
     if missing := sorted(set(names) - set(declared)):
@@ -497,20 +490,16 @@ def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> An
 
 
 def aware(moment: datetime) -> datetime:
-    """Return an aware time. Without USE_TZ, a naive time is taken as a time in TIME_ZONE.
-
-    With USE_TZ, the function returns a naive time unchanged, and the caller refuses it.
-    """
+    """Return an aware time. Without USE_TZ, a naive time is in TIME_ZONE; with it, it is returned unchanged."""
     if moment.tzinfo is not None or django_settings.USE_TZ:
         return moment
     return timezone.make_aware(moment, timezone.get_default_timezone())
 
 
 def for_column(moment: datetime, alias: str) -> datetime:
-    """Return an aware time in the form that DateTimeFields on `alias` need. PostgreSQL always needs an aware time.
+    """Return an aware time in the form that DateTimeFields on `alias` need.
 
-    Without USE_TZ, the result for another database is the naive time in UTC, because CURRENT_TIMESTAMP of such a
-    database is also in UTC.
+    Without USE_TZ, another database than PostgreSQL needs the naive time in UTC, as its CURRENT_TIMESTAMP is.
     """
     if django_settings.USE_TZ or connections[alias].vendor == "postgresql":
         return moment

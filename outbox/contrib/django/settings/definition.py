@@ -35,8 +35,8 @@ class Rule(Generic[Value]):
     """The rule for the values of a setting.
 
     The documents print `kind` as the description of the allowed values, and `unit` as the unit of a number. `check`
-    gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. `check` returns the value to use. If
-    the value is not allowed, `check` raises ConfigurationError with the place, the given value and the allowed values.
+    gets the place of the setting, as in "OUTBOX['BROKER']", and the given value, and returns the value to use or raises
+    ConfigurationError.
     """
 
     kind: str
@@ -73,19 +73,9 @@ def setting(
     secret: bool = False,
 ) -> Entry:
     """Return a dataclass field for a setting. If `secret` is true, the repr of the dataclass hides the value."""
-    definition = {
-        "rule": rule,
-        "meaning": meaning,
-        "section": section,
-        "shown": shown,
-        "bundled_only": bundled_only,
-    }
-    made: Any
-    if isinstance(default, dict):
-        made = field(default_factory=default.copy, repr=not secret, metadata=definition)
-    else:
-        made = field(default=default, repr=not secret, metadata=definition)
-    return made  # type: ignore[no-any-return]
+    definition = {"rule": rule, "meaning": meaning, "section": section, "shown": shown, "bundled_only": bundled_only}
+    value: Any = {"default_factory": default.copy} if isinstance(default, dict) else {"default": default}
+    return field(**value, repr=not secret, metadata=definition)  # type: ignore[no-any-return]
 
 
 def required(rule: Rule[Entry], *, meaning: str) -> Entry:
@@ -106,13 +96,12 @@ def definitions(kind: type) -> Mapping[str, Setting]:
     return found
 
 
-def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
+def read(kind: type[Entry], where: str, given: object) -> Entry:
     """Check the dictionary at the place `where` (as in "OUTBOX['TOPICS']['orders']"), and return its settings.
 
-    Raises ConfigurationError for an unknown name, a wrong value, or a missing required key. For an unknown name, the
-    error shows the most similar known name.
+    Raises ConfigurationError for an unknown name, a wrong value, or a missing required key.
     """
-    [found] = read_together((kind,), where, given, noun=noun)
+    [found] = read_together((kind,), where, given, noun="option")
     assert isinstance(found, kind)
     return found
 
@@ -125,10 +114,9 @@ def read_together(
     noun: str = "setting",
     elsewhere: Callable[[str], str | None] = lambda name: None,
 ) -> list[Any]:
-    """Check a dictionary whose names are divided among several dataclasses, and return one of each.
+    """Like `read`, for a dictionary whose names are divided among several dataclasses; return one of each.
 
-    `elsewhere` returns what to do about an unknown name that belongs to a class that is not there. Otherwise like
-    `read`.
+    `elsewhere` returns what to do about an unknown name that belongs to a class that is not there.
     """
     known = {item.name: (kind, attribute, item) for kind in kinds for attribute, item in definitions(kind).items()}
     needed = [name for name, (_, _, item) in known.items() if item.default is REQUIRED]
@@ -290,10 +278,7 @@ def named_or_path(known: Mapping[str, str]) -> Rule[str]:
 
 
 def entries(entry: Callable[[str, str, Any], Entry], *, name: str, example: str) -> Rule[Mapping[str, Entry]]:
-    """Return the rule for a dictionary {name: entry}.
-
-    The function `entry` gets the place of an entry, its name and its value, and checks them.
-    """
+    """Return the rule for a dictionary {name: entry}. `entry` gets the place of an entry, its name and its value."""
 
     def check(where: str, value: Any) -> Mapping[str, Entry]:
         if not isinstance(value, Mapping):

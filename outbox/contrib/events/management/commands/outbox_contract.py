@@ -14,14 +14,7 @@ from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.settings.conf import chosen
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.errors import ConfigurationError
-from outbox.events.contract import (
-    check,
-    declared_contracts,
-    json_schema,
-    read_contracts,
-    write_contracts,
-    written,
-)
+from outbox.events.contract import check, declared_contracts, json_schema, read_contracts, write_contracts, written
 from outbox.events.declaration import EventType, events
 from outbox.utils.safe_text import error_line
 
@@ -30,8 +23,6 @@ _MODULE: Final = "events"
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then calls the function of the chosen subcommand."""
-
     help = (
         "Compare the declared types of events with the committed contracts. `check` ends with exit code 1 if a change "
         "breaks a reader."
@@ -56,8 +47,7 @@ class Command(OutboxCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        declared = declared_events()
-        getattr(self, f"_{options['do']}")(options, declared)
+        getattr(self, f"_{options['do']}")(options, declared_events())
 
     def _check(self, options: dict[str, Any], declared: list[Any]) -> None:
         problems = check(read_contracts(options["folder"]), declared_contracts())
