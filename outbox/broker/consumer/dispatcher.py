@@ -682,8 +682,7 @@ class Dispatcher:
             for queue, items in groupby(work.items, _QUEUE):
                 if queue.phase is not Phase.LOST:
                     queue.window.finish_all([item.offset for item in items], EntryOutcome.HANDLED)
-            now = time.monotonic()
-            runner.outage.succeeded(now, now if work.started_at is None else work.started_at)
+            runner.outage.succeeded(time.monotonic(), work.started_at)
             self.counts["handled"] += len(results)
         else:
             booked = book(work, results, runner.outage)

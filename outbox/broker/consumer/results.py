@@ -137,12 +137,12 @@ class Outage:
         """Return whether a call may be started. In an outage, one call at a time may be started after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
-    def succeeded(self, now: float, began_at: float = math.inf) -> None:
+    def succeeded(self, now: float, began_at: float | None = None) -> None:
         """Record a successful call, which ends the outage and the series of failures.
 
-        `began_at`: when the call began. A call that began before a failure does not refute that the service is down.
-        A pause that a handler has requested still lasts its full time, because the successful call may have begun
-        before the request.
+        `began_at`: when the call began; None if that is not known, which counts as now. A call that began before a
+        failure does not refute that the service is down. A pause that a handler has requested still lasts its full
+        time, because the successful call may have begun before the request.
         """
         if not self._cause and not self._suspected and self.resume_at is None:
             # There was no failure, so there is nothing to end.
@@ -151,7 +151,8 @@ class Outage:
         if self._lasts_as_asked(now):
             return
         if self.resume_at is None:
-            for cause in [cause for cause, failed_at in self._suspected.items() if failed_at <= began_at]:
+            before = now if began_at is None else began_at
+            for cause in [cause for cause, failed_at in self._suspected.items() if failed_at <= before]:
                 del self._suspected[cause]
                 _remember(self._refuted, cause, now)
         self._succeeded_at = now
@@ -716,8 +717,7 @@ def _succeeded(work: HandlerCall, results: Sequence[Result], outage: Outage) -> 
     """Record the success of a call. For a duplicate, no handler was called, so it says nothing about the service."""
     for result in results:
         if result is Disposition.HANDLED:
-            now = time.monotonic()
-            outage.succeeded(now, now if work.started_at is None else work.started_at)
+            outage.succeeded(time.monotonic(), work.started_at)
             break
 
 

@@ -888,7 +888,7 @@ def retried_errors(run: Executor) -> list[dict[str, Any]]:
     return facts
 
 
-def _kind(error: str) -> tuple[str, str]:
+def kind_of(error: str) -> tuple[str, str]:
     """Return the type of a stored error and the line that has raised it, as the statement above groups errors."""
     return error.partition(":")[0], error.rpartition("\n  raised in ")[2]
 
@@ -914,10 +914,10 @@ FAILING_MESSAGES: Final = Threshold(
     ),
 )
 def failing_messages(state: BrokerState) -> Iterator[Judged]:
-    paused = {(one["group"], one["topic"], *_kind(one["error"])) for one in state.once(outages)}
+    paused = {(one["group"], one["topic"], *kind_of(one["error"])) for one in state.once(outages)}
     for fact in state.once(retried_errors):
         # An outage with this error has the messages.
-        if (fact["group"], fact["topic"], *_kind(fact["error"])) not in paused:
+        if (fact["group"], fact["topic"], *kind_of(fact["error"])) not in paused:
             yield state.judge(FAILING_MESSAGES, fact["messages"]), fact
 
 

@@ -294,8 +294,9 @@ def count(run: Executor) -> Summary:
             [row_type(**row) for row in rows] for row_type, rows in zip(_PARTS.values(), counted, strict=True)
         )
     took = time.monotonic() - started
-    parts: dict[str, Any] = {"groups": groups, "rests": rests, "producers": producers, "topics": topics}
-    return Summary(at=now, now=now, took_seconds=took, drawn=drawn, **parts)
+    return Summary(
+        at=now, now=now, took_seconds=took, groups=groups, rests=rests, producers=producers, topics=topics, drawn=drawn
+    )
 
 
 @contextmanager

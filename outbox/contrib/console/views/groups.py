@@ -153,8 +153,6 @@ def group(request: HttpRequest) -> HttpResponse:
         with application():
             rows = _rows(run, counted, figures)
     found_cards = cards(found.verdict.conditions, group=name)
-    names = {0: "No condition names", 1: "1 condition names"}
-    said = f"{names.get(len(found_cards), f'{len(found_cards)} conditions name')} this group"
     context = {
         "title": f"Group {name}",
         "name": name,
@@ -165,7 +163,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "rows": rows,
         "is_healthy": not found_cards and not signs.doubt and found.overview is not None and found.overview.is_current,
         "signs": signs,
-        "said": said,
+        "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
         "topics": sliced(request, places),
         "counted": counted,
@@ -187,6 +185,12 @@ def _sections(run: Executor, group: str, topic: str) -> Iterator[Mapping[str, ob
         if section is not None and (found := section.read(run, group, topic)) is not None:
             told, present = found
             yield {"action": action, "section": section, "told": told and html(told), "present": present}
+
+
+def _sentence(count: int) -> str:
+    if not count:
+        return "No condition names this group"
+    return "1 condition names this group" if count == 1 else f"{count} conditions name this group"
 
 
 TOPICS: Final = Listing(

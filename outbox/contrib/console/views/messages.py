@@ -16,7 +16,7 @@ from django.shortcuts import redirect
 from outbox import hooks
 from outbox.broker.database.executor import Row, time_of
 from outbox.broker.log.topics import list_topics
-from outbox.broker.operations.broker_conditions import outages
+from outbox.broker.operations.broker_conditions import kind_of, outages
 from outbox.broker.operations.conditions import Fact
 from outbox.broker.operations.listings import may_run, open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
@@ -358,7 +358,7 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
     for group, entry in sorted(newest.items()):
         first = queued[group]
         failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
-        failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=_kind)]
+        failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: kind_of(one.error))]
         place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
         attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
         found.append(
@@ -374,15 +374,6 @@ def parts(trace: Trace, message: Row, paused: Outages) -> list[dict[str, object]
             }
         )
     return found
-
-
-def _kind(failure: Row) -> str:
-    """The type of the error and the line that raised it; the whole error if it has no line.
-
-    The texts of a database differ from attempt to attempt, because they show the id of the refused row.
-    """
-    kind, _, line = failure.error.rpartition("\n  raised in ")
-    return f"{kind.partition(':')[0]} {line}" if kind else line
 
 
 def _folded(alike: Sequence[Row], queued_at: str) -> dict[str, object]:

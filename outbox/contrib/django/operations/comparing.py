@@ -357,8 +357,9 @@ def _store(
 class _Queue:
     """The state of one queue in the comparison of an inbox.
 
-    The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `look_from` is the
-    lowest offset whose effect was missing.
+    The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `moved` counts the
+    entries that resets have skipped, less those that resets made the group read again. `look_from` is the lowest offset
+    whose effect was missing.
     """
 
     valid_from: int

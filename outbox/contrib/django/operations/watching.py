@@ -72,6 +72,7 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
         try:
             yield from one.evaluate(state)
         except Error as error:
+            # Without a report, an operator would think that the condition does not hold.
             logger.warning(
                 "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
             )
