@@ -70,8 +70,6 @@ CALLS = """
 import json
 from celery import chain, chord, group, signature
 from django.db import transaction
-from outbox.broker.database.executor import Executor
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.worker.drain import drain
 from shop.celery import app
 

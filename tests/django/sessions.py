@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import psycopg
 
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.aliases import broker_database, broker_executor
 
 _Result = TypeVar("_Result")
 _open: dict[BrokerDatabase, Connection] = {}
@@ -38,3 +39,10 @@ def close_sessions() -> None:
     """Close them all."""
     while _open:
         _open.popitem()[1].close()
+
+
+@contextmanager
+def broker_connection() -> Iterator[tuple[Connection, str]]:
+    """The connection and the schema of `broker_executor`."""
+    with broker_executor() as run:
+        yield run.connection, run.schema

@@ -15,12 +15,12 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import Sequencer
 from outbox.broker.operations.audit import count_messages
-from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.ports import ConsumeCounts
 from outbox.utils import faults
-from tests.django.sessions import in_session
+from tests.django.sessions import broker_connection, in_session
 
 
 def sequence() -> None:

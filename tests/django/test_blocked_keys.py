@@ -18,12 +18,12 @@ from outbox.contrib.blocked_keys import BlockKey
 from outbox.contrib.blocked_keys.blocking import first_of_key, list_blocked_keys
 from outbox.contrib.blocked_keys.releasing import _FINISH, _LOOK, _NEXT, run_once
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.worker.drain import drain, drain_after_others
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, InvalidSubscription, PermanentError
 from outbox.subscription import Subscription
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect, Order
 from tests.django.support import differences
 from tests.support import eventually, killed

@@ -22,7 +22,6 @@ from outbox import Delivery, Message, RetryPolicy
 from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from outbox.contrib.django import ClaimedDelivery, publish, run_prune, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.effects import allowed, written
 from outbox.contrib.django.ledger import handled, pruning
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
@@ -41,6 +40,7 @@ from outbox.errors import (
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.utils.ids import uuid7
 from tests.django.operators import ALL, client_of, make_user
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.django.state import effects, execute, renamed
 from tests.django.support import call, consume

@@ -18,13 +18,13 @@ from django.db.models.functions import Now
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish, run_check_back
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.utils import faults
 from tests import support
 from tests.django.processes import Forking, child, forking
 from tests.django.provider import Provider, provider
+from tests.django.sessions import broker_connection
 from tests.django.state import effects
 from tests.django.support import broker_sql, differences
 

@@ -27,7 +27,7 @@ from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
 from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.actions.cells import group_link
-from outbox.contrib.django.database.aliases import broker_connection, on_broker
+from outbox.contrib.django.database.aliases import on_broker
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.models import InboxEntry
@@ -41,6 +41,7 @@ from tests.django.conftest import point_alias
 from tests.django.faults import wrong_ledger
 from tests.django.operators import ALL, client_of, make_user
 from tests.django.processes import process
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.django.state import decisions, effects, execute, rolled_back
 from tests.django.support import call, call_json, consume, ended, handle_all, sequence

@@ -14,7 +14,6 @@ from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.changes import reset
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.pruning import first_id_after, first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
@@ -29,6 +28,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import LedgerUnavailable
 from outbox.subscription import Start
 from outbox.utils.ids import uuid7
+from tests.django.sessions import broker_connection
 from tests.django.state import execute, renamed
 from tests.django.support import sequence
 

@@ -14,9 +14,10 @@ from django.db import transaction
 
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish
-from outbox.contrib.django.database.aliases import broker_connection, on_broker
+from outbox.contrib.django.database.aliases import on_broker
 from outbox.utils import faults
 from tests.django.processes import forking, process
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.django.support import end_messages_lost

@@ -21,7 +21,7 @@ from outbox.broker.operations.dead_letters import LetterSelection, replay
 from outbox.broker.schema import grants
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.worker.drain import drain, drain_after_others
@@ -30,6 +30,7 @@ from outbox.contrib.editing.letters import edit, edited, merged
 from outbox.errors import UndecodableBody, UsageError
 from outbox.subscription import OnError, Subscription, SubscriptionOption
 from tests.django.operators import ALL, client_of, make_user
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.django.state import effects
 from tests.django.support import broker_sql, call, call_json, differences

@@ -25,11 +25,11 @@ from outbox.contrib.django import (
     subscriber,
     transactional_message,
 )
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.worker.drain import drain
 from outbox.contrib.events import waiting
 from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
 from outbox.events import UnknownEventVersion, declaration, event, upcast
+from tests.django.sessions import broker_connection
 
 
 @dataclass(frozen=True)

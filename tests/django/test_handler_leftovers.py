@@ -18,7 +18,6 @@ from django.utils import timezone, translation
 
 from outbox import Delivery, RetryPolicy
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import _changes_session
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
@@ -28,6 +27,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import HandlerNotStarted, TransactionUsageError
 from outbox.utils import log_context
 from tests.django import configured
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.django.state import effects
 from tests.django.support import consume, sequence

@@ -19,7 +19,6 @@ from outbox import Check, Decision
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import message, publish, publish_messages, run_check_back
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
@@ -28,6 +27,7 @@ from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 from outbox.utils.ids import uuid7
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
 from tests.django.support import end_messages_lost

@@ -18,13 +18,14 @@ from django.db import connections, transaction
 
 from outbox import Decision
 from outbox.contrib.django import publish, run_check_back
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.errors import BrokerUnavailable, SchemaError
 from outbox.utils.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.processes import ROOT, environment
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
 from tests.django.support import end_messages_lost, sequence

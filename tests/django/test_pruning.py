@@ -18,7 +18,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from outbox.broker.operations.deletion import delete_group
 from outbox.contrib.django import publish, run_check_back, run_prune, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger, pruning
 from outbox.contrib.django.ledger.pruning import PruneCounts, first_id_at, prune_ledgers
@@ -29,6 +28,7 @@ from outbox.errors import BrokerUnavailable
 from outbox.utils.ids import uuid7
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.django.state import decisions, rolled_back
 from tests.django.support import broker_sql, sequence

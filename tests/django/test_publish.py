@@ -24,7 +24,7 @@ from outbox.contrib.django import (
     subscriber,
     transactional_message,
 )
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
@@ -43,6 +43,7 @@ from outbox.errors import (
 from outbox.time_limit import TIMEOUT_HEADER
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, renamed, rolled_back, stored
 

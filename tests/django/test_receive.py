@@ -15,10 +15,10 @@ from kombu.entity import Queue
 from kombu.messaging import Producer
 
 from outbox import hooks
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.errors import ConfigurationError
 from tests.django.processes import child, process
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect
 from tests.servers import RabbitMQ
 from tests.support import eventually

@@ -20,9 +20,10 @@ from django.db import transaction
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import message, publish, publish_messages
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect, Order
 from tests.django.support import consume, handle_all
 from tests.django.test_repair import park, subscribe

@@ -21,7 +21,7 @@ from django.utils import timezone
 from outbox import Delivery, hooks
 from outbox.contrib.django import message, publish, subscriber
 from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -35,6 +35,7 @@ from tests.django.broker_world import away
 from tests.django.large_storage import large_bodies, objects, referred, remove_a_year_later
 from tests.django.processes import process
 from tests.django.repairs import AT, EFFECTS, Repair, finding, lost, save_finding
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.django.support import consume, end_messages_lost, handle_all

@@ -21,7 +21,7 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.personal_data import Scope
@@ -37,6 +37,7 @@ from tests.broker.support import let_time_pass
 from tests.django.conftest import RAISE_FLOORS
 from tests.django.hotel.models import Booking, Room
 from tests.django.processes import process
+from tests.django.sessions import broker_connection
 from tests.django.state import rolled_back
 from tests.django.test_crash_workers import WORKERS
 from tests.support import eventually

@@ -27,7 +27,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.dead_letters import list_dead_letters
 from outbox.contrib.django import publish, signals, subscriber
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.django.operations import raised
 from outbox.contrib.django.operations import signals as sending
@@ -37,6 +36,7 @@ from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.given_conditions import give
 from tests.django.processes import child
+from tests.django.sessions import broker_connection
 from tests.django.support import consume
 from tests.support import eventually
 

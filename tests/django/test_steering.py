@@ -21,7 +21,6 @@ from outbox.contrib.django import (
     recall_key,
     transactional_message,
 )
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     MessageTypeMismatch,
@@ -30,6 +29,7 @@ from outbox.errors import (
     UnknownTopic,
     UsageError,
 )
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Order
 from tests.django.state import decisions, stored
 from tests.django.support import call, sequence

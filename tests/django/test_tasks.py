@@ -21,7 +21,6 @@ from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import register
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
@@ -43,6 +42,7 @@ from outbox.retry import MAX_ATTEMPTS
 from outbox.subscription import Subscription
 from tests.django.configured import TASKS
 from tests.django.processes import ROOT, environment, process
+from tests.django.sessions import broker_connection
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
 from tests.django.state import effects, rolled_back

@@ -297,7 +297,7 @@ django.setup()
 from django.db import transaction
 from outbox.contrib.django import publish, run_check_back
 from outbox.contrib.django.worker.drain import drain
-from outbox.contrib.django.database.aliases import broker_connection
+from tests.django.sessions import broker_connection
 with transaction.atomic():
     publish("orders", {}, key="one")
 drain()

@@ -15,9 +15,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition
 from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
 from outbox.contrib.django import publish
-from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.watching import look
 from tests.django.processes import ROOT, environment, process
+from tests.django.sessions import broker_connection
 from tests.django.shop.models import Order
 from tests.django.state import decisions, effects
 from tests.django.support import end_messages_lost

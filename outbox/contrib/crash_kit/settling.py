@@ -13,9 +13,8 @@ from typing import Final
 
 from django.db.models.functions import Now
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.subscribers.registry import subscriptions
@@ -50,8 +49,7 @@ def release() -> None:
     """End the leases and claims of the killed process, as time would."""
     from outbox.contrib.django.models import ClaimEntry
 
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         for statement in _RELEASE:
             run.execute(statement)
     for alias in ledger_aliases(usable=True):
@@ -88,8 +86,7 @@ def settle_everything(
                 f"after {within_seconds:g} s, messages still wait: {'; '.join(left.waiting)}. Let the scenario publish "
                 "fewer messages, pass a larger `within_seconds`, or look for a handler that waits."
             )
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
+        with broker_executor() as run:
             for statement in _HASTEN:
                 run.execute(statement, {"seed": str(seed)})
         time.sleep(_PAUSE_SECONDS)

@@ -24,7 +24,7 @@ from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import OperatorAction, RaisedCondition, StepEntry
 from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
@@ -98,9 +98,8 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
         _require_reason(reason)
     now = now or datetime.now(UTC)
     secret, store = settings_of(ErasureSettings).erasure_secret, erasure_list.store_of_settings()
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
-        TopicCatalog(schema).get(connection, request.topic)
+    with broker_executor() as run:
+        TopicCatalog(run.schema).get(run.connection, request.topic)
         replaced = None
         if request.key is not None:
             # After an earlier erasure, processes may have stored errors of messages whose key it has replaced.
@@ -123,7 +122,7 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
             erasure_list.append(store, entries)
         replacement = entries[0].replacement if entries else None
         result = Erased([one.message_id for one in found])
-        with connection.transaction(force_rollback=dry_run):
+        with run.connection.transaction(force_rollback=dry_run):
             for part in _parts(found):
                 counts = broker_rows.erase(
                     run, request.topic, part, replacement=replacement, patterns=_patterns(request.needles)
@@ -296,8 +295,7 @@ def repeat_erasures() -> dict[str, int]:
             rows[table] += sum(map(hooks.resolved(its.delete), undone))
     if not get_settings().has_database:
         return dict(rows)
-    with broker_connection() as (connection, schema), connection.transaction():
-        run = Executor(connection, schema)
+    with broker_executor() as run, run.connection.transaction():
         # Several workers may start at the same time; the second one finds that all is done.
         run.execute(_LOCK)
         known = broker_rows.done(run)

@@ -20,7 +20,7 @@ from django.core.files.storage import InvalidStorageError, Storage, storages
 
 from outbox.broker.database.executor import Executor
 from outbox.codec import OWN_CONTENT_TYPES, REFERENCE_CONTENT_TYPE, Codecs, UnreadBody
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.engine.broker import BodyStep
 from outbox.contrib.django.settings.conf import get_settings, settings_of
 from outbox.contrib.large_bodies.locks import hold
@@ -140,8 +140,8 @@ def kept(declared: DeclaredLargeBodies, messages: Sequence[Message]) -> Iterator
         keep(None, declared, messages)
         yield
         return
-    with broker_connection() as (connection, schema), connection.transaction():
-        keep(Executor(connection, schema), declared, messages)
+    with broker_executor() as run, run.connection.transaction():
+        keep(run, declared, messages)
         yield
 
 

@@ -20,7 +20,7 @@ from django.core.files.storage import Storage
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.large_bodies import locks
 from outbox.contrib.large_bodies.objects import FOLDER, built_at, declared_bodies, name_of, storage_of
@@ -83,8 +83,8 @@ def _is_owner(declared: DeclaredLargeBodies, storage: Storage) -> bool:
 
     An empty or copied broker has no messages of these objects, so it would remove all.
     """
-    with broker_connection() as (connection, schema):
-        mine = locks.owner(Executor(connection, schema))
+    with broker_executor() as run:
+        mine = locks.owner(run)
     if not storage.exists(_OWNER):
         storage.save(_OWNER, ContentFile(mine.encode()))
         return False
@@ -140,18 +140,17 @@ def _message_of(folder: str, name: str) -> UUID | None:
 def _remove(declared: DeclaredLargeBodies, storage: Storage, ids: Sequence[UUID], now: datetime) -> int:
     """Remove those of these objects that no message needs, and return their number."""
     oldest = now - timedelta(seconds=declared.keep_seconds)
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         # The second look must see what was committed before the lock was taken, so its statement needs a snapshot of
         # its own, whatever the default of the database is.
-        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        run.connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         by_bucket: dict[int, list[UUID]] = {}
         for one, is_erased in _unneeded(run, ids).items():
             if is_erased or _is_older(storage, one, oldest):
                 by_bucket.setdefault(locks.bucket_of(one), []).append(one)
         count = 0
         for bucket, mine in by_bucket.items():
-            with connection.transaction():
+            with run.connection.transaction():
                 if not locks.try_bucket(run, bucket):
                     continue
                 for one in _unneeded(run, mine):

@@ -10,7 +10,7 @@ from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.cells import badge, span
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, GroupSection, Values, action
 from outbox.contrib.django.actions.groups import GROUP, TOPIC
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.limits.declaration import Limits
 from outbox.contrib.limits.operations import SubscriptionLimits, change_limits, limits_now, list_limits, planned
 from outbox.errors import UsageError
@@ -70,14 +70,13 @@ def _change_limits(values: Values) -> ActionPlan:
     fields = {name: values[name] for name in ("running", "per_key", "rate", "burst") if values[name] is not None}
     if bool(fields) == values["from_code"]:
         raise UsageError("Give a limit to change, or return to the limits of the code (--from-code).")
-    with broker_connection() as (connection, schema):
-        now = limits_now(Executor(connection, schema), group, topic)
+    with broker_executor() as run:
+        now = limits_now(run, group, topic)
     override = None if values["from_code"] else {**(now.override or {}), **fields}
     limits = planned(now, fields) if override is not None else planned(replace(now, override=None), {})
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
+        with broker_executor() as run:
             change_limits(run, group, topic, override)
             return _limits(limits_now(run, group, topic))
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outbox.broker.database.executor import Executor
 from outbox.broker.operations.broker_conditions import PASS_LATE_PERIODS, late_passes
 from outbox.broker.operations.conditions import NO_LIST, Concern, Declarations, Judged, Symptom
 from outbox.broker.operations.state import BrokerState
 from outbox.broker.transaction import turns
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 
 # The names of the turns that receivers take.
 PASS_PREFIX: Final = f"receive{turns.OF_PART}"
@@ -39,8 +38,7 @@ def forget_receivers(names: Sequence[str]) -> int:
 
     Without a record of a receiver, no condition reports the receiver as late.
     """
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         return sum(turns.forget(run, f"{PASS_PREFIX}{name}") for name in names)
 
 

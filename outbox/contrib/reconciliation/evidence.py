@@ -19,7 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import sql
 from psycopg.types.json import JsonbLoader
 
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.reconciliation.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 from outbox.message import Message
@@ -274,13 +274,13 @@ def _literal(fragment: str) -> str:
 
 
 def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
-    with broker_connection() as (connection, schema):
-        recovering = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+    with broker_executor() as run:
+        recovering = run.connection.execute("SELECT pg_is_in_recovery()").fetchone()
         if recovering is None or recovering[0]:
             raise BrokerError("the broker's alias leads to a replica, which may lack newer messages: use the primary.")
         # The statement contains SQL of the rules unchanged. This is safe, because the author of a plan may also write
         # the rules.
-        text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
-        with connection.transaction():
-            connection.execute(_LIMIT_WAITING)
-            return connection.execute(text, values).fetchall()
+        text = sql.SQL(statement).format(view=sql.Identifier(run.schema, view))
+        with run.connection.transaction():
+            run.connection.execute(_LIMIT_WAITING)
+            return run.connection.execute(text, values).fetchall()

@@ -43,7 +43,7 @@ from outbox import Delivery, names
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import BY_ERROR, Concern, Declarations, Judged, Severity, Shown, Symptom
 from outbox.broker.operations.trace import Whereabouts, whereabouts
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.database.transactions import in_transaction
 from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
 from outbox.contrib.django.publishing.publish import publish
@@ -433,8 +433,8 @@ def mend() -> Mapping[str, Any]:
     if not get_settings().has_database:
         return {}
     published = 0
-    with broker_connection() as (connection, schema):
-        for progress, where in _stalled(Executor(connection, schema), limit=_MENDED):
+    with broker_executor() as run:
+        for progress, where in _stalled(run, limit=_MENDED):
             saga = _sagas.get(progress.saga)
             if saga is not None and where in (Whereabouts.PASSED, Whereabouts.GONE) and saga.publish_again(progress):
                 logger.warning("saga %s has a new message: %s", progress, _WHY[where])

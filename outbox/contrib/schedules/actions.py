@@ -14,7 +14,7 @@ from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.cells import badge, code, error, joined, link, span, topic_link
 from outbox.contrib.django.actions.declaration import ActionPlan, Button, Field, Values, action, argument
 from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Column, Listing, States
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.schedules.publishing import publish_now
@@ -74,8 +74,8 @@ def _resume(values: Values) -> ActionPlan:
 
 
 def _set_paused(values: Values, row: ScheduleRow, *, paused: bool) -> Mapping[str, Any]:
-    with broker_connection() as (connection, schema):
-        pause(Executor(connection, schema), row.producer_group, row.name, paused=paused)
+    with broker_executor() as run:
+        pause(run, row.producer_group, row.name, paused=paused)
     return _state(_found(values))
 
 
@@ -90,8 +90,7 @@ def _run(values: Values) -> ActionPlan:
     row = _found(values)
 
     def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
+        with broker_executor() as run:
             message_id = publish_now(run, get_engine().catalog, row.producer_group, row.name)
         return {**_state(_found(values)), "message_id": str(message_id)}
 
@@ -107,8 +106,8 @@ def _run(values: Values) -> ActionPlan:
 def _found(values: Values) -> ScheduleRow:
     settings = get_settings()
     group = values["producer_group"] or settings.required_producer_group()
-    with broker_connection() as (connection, schema):
-        return find_schedule(Executor(connection, schema), group, values["schedule"])
+    with broker_executor() as run:
+        return find_schedule(run, group, values["schedule"])
 
 
 def _subject(row: ScheduleRow) -> str:

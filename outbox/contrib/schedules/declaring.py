@@ -12,8 +12,7 @@ from typing import Any
 
 from django.core.checks import CheckMessage, Error
 
-from outbox.broker.database.executor import Executor
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, settings_of
 from outbox.contrib.schedules.schedule import Schedule, declare
@@ -39,8 +38,8 @@ def declare_schedules() -> Mapping[str, Any]:
         return {}
     group = settings.required_producer_group()
     wanted = declared_schedules(settings)
-    with broker_connection() as (connection, schema):
-        return asdict(declare(Executor(connection, schema), group, wanted))
+    with broker_executor() as run:
+        return asdict(declare(run, group, wanted))
 
 
 def check_schedules(**options: Any) -> list[CheckMessage]:

@@ -19,7 +19,7 @@ from django.utils import timezone
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import NO_LIST, Concern, Declarations, Judged, Severity, Symptom
 from outbox.broker.operations.trace import Whereabouts, whereabouts
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.tasks.api import task_backends
 from outbox.contrib.tasks.backend import OutboxBackend
@@ -80,8 +80,7 @@ def mend() -> Mapping[str, Any]:
         return {}
     alias = router.db_for_write(TaskEntry)
     counts = {"published": 0, "failed": 0}
-    with broker_connection() as (connection, schema):
-        run = Executor(connection, schema)
+    with broker_executor() as run:
         looked_at = 0
         for _ in range(_BATCHES):
             entries = _oldest(_BATCH, using=alias, offset=looked_at)

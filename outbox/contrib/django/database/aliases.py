@@ -14,7 +14,7 @@ from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
-from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
@@ -138,13 +138,6 @@ def broker_executor() -> Iterator[Executor]:
     ):
         check_schema(connection, settings.schema)
         yield Executor(connection, settings.schema)
-
-
-@contextmanager
-def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """The connection and the schema of `broker_executor`."""
-    with broker_executor() as run:
-        yield run.connection, run.schema
 
 
 P = ParamSpec("P")
