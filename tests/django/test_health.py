@@ -75,7 +75,7 @@ def test_the_probe_by_command(led: None) -> None:
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
         code, text = health()
-        assert code == 1 and "Decided or due messages have waited" in text and "30 s" in text
+        assert code == 1 and "rolled back or due have waited" in text and "30 s" in text
         connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
     code, text = health("--json")
     assert code == 1 and "No process runs the sequencer" in json.loads(text)["problems"][0]

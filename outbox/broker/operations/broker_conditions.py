@@ -65,8 +65,8 @@ CONDITIONS.add(
     DeclaredCondition(
         name="schema_version",
         meaning="The version of the broker's tables does not fit the version of this code.",
-        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "
-        "--database ALIAS` with the broker's alias. For the code, upgrade the package.",
+        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py "
+        "migrate --database ALIAS` with the broker's alias. For the code, upgrade the package.",
         concern=Concern.PUBLISHING,
         symptom=Symptom.START,
     )
@@ -99,9 +99,9 @@ def is_held_up(one: GroupProgress, outage: Fact) -> bool:
 @CONDITIONS.declare(
     meaning="The database server refuses connections, because their number has reached a limit. Messages wait, and "
     "web processes may fail.",
-    next_step="Let processes open fewer sessions (docs/operations/connections.md#too-many-connections), or raise the "
-    "limit. `outbox_doctor` adds up the sessions. If the server refuses it, too, run it with the login of a superuser: "
-    "PostgreSQL reserves sessions for superusers. Workers continue by themselves.",
+    next_step="Let processes open fewer connections (docs/operations/connections.md#too-many-connections), or raise "
+    "the limit. Workers then continue by themselves. `outbox_doctor` adds up the connections. If the server refuses "
+    "it too, run it with the login of a superuser: PostgreSQL reserves connections for superusers.",
     concern=Concern.PUBLISHING,
     symptom=Symptom.PUBLISHING,
     shown=Shown(listed=WORKERS),
@@ -121,8 +121,8 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
 
 @CONDITIONS.declare(
     meaning="A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
-    next_step="Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a "
-    "pooler), or restart the process with the older version of its code. The log of the process has the whole error.",
+    next_step="Fix the cause that the error names: a missing right, a changed table, a timeout of the role, or a "
+    "pooler. Or restart the process with the older version of its code. The log of the process has the whole error.",
     concern=Concern.WAITING,
     symptom=Symptom.START,
     subject=("failing",),
@@ -159,10 +159,10 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="The leader lacks a part (an app) whose tables are on this broker, and no process with the part runs. "
-    "Messages are delivered, but the leader's work for the part is not done.",
-    next_step="Start a worker of a service with the part, or add the part's app to INSTALLED_APPS of this service. If "
-    "no service needs the part any more, drop its tables (docs/operations/upgrade.md#remove-a-part).",
+    meaning="The broker has the tables of a part of outbox (an app), but no running worker has this app. Messages are "
+    "delivered, but the leader's work for the part is not done.",
+    next_step="Start a worker with the part's app in INSTALLED_APPS. If no service needs the part any more, drop its "
+    "tables (docs/operations/upgrade.md#remove-a-part).",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
     subject=("part",),
@@ -184,12 +184,16 @@ FROM (
 ) AS unread
 """)
 TICK_LATE_SECONDS: Final = Threshold(
-    "tick_late_seconds", 10, 60, "seconds", "time for which a decided or due message has waited for the sequencer"
+    "tick_late_seconds",
+    10,
+    60,
+    "seconds",
+    "time for which a committed, rolled back or due message has waited for the sequencer",
 )
 
 
 @CONDITIONS.declare(
-    meaning="Decided or due messages have waited too long for the sequencer.",
+    meaning="Messages that are committed, rolled back or due have waited too long for the sequencer.",
     next_step="Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
@@ -212,9 +216,8 @@ def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> 
 
 
 @CONDITIONS.declare(
-    meaning="The leader does not refresh its counts in time. The lag and other figures are old, or reading them takes "
-    "longer.",
-    next_step="Check the log of the broker process. The leader may be a worker of an older version.",
+    meaning="The leader does not count in time, so the lag and other figures are old, or reading them takes longer.",
+    next_step="Check the log of the broker process. If the leader is a worker of an older version, upgrade it.",
     concern=Concern.PASSING,
     symptom=Symptom.WAITING,
     shown=Shown(listed=WORKERS),
@@ -232,7 +235,7 @@ SELECT name AS pass, producer_group,
 FROM {schema}.periodic_pass ORDER BY began_at
 """)
 PASS_LATE_PERIODS: Final = Threshold(
-    "pass_late_periods", 3, 10, "periods", "delay of check-back or pruning, measured in their intervals"
+    "pass_late_periods", 3, 10, "periods", "delay of check-back, pruning or a receiver, as a multiple of its interval"
 )
 
 
@@ -246,10 +249,10 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="Check-back or pruning of a producer group has not started for several periods, so undecided messages "
-    "stay undecided.",
-    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of this producer group. If a worker "
-    "runs, its log says why check-back or pruning fails.",
+    meaning="Check-back or pruning of a producer group has not started for several periods, so messages stay "
+    "undecided, or tables grow.",
+    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of this producer group. If one runs, "
+    "its log says why check-back or pruning fails.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
@@ -261,9 +264,9 @@ def check_back_late(state: BrokerState) -> Iterable[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="In the last audit, an equation did not hold: messages may be lost or duplicated.",
-    next_step="Run `outbox_audit` again to confirm the result. `outbox_message show ID` examines the newest messages, "
-    "a reconciliation all messages (docs/reconciliation/index.md).",
+    meaning="In the last audit, the counts of messages did not add up: messages may be lost or duplicated.",
+    next_step="Run `outbox_audit` again to confirm the result. `outbox_message show ID` examines one of the newest "
+    "messages, and a reconciliation examines all messages (docs/reconciliation/index.md).",
     concern=Concern.LOSS,
     symptom=Symptom.MISSING,
 )
@@ -356,9 +359,9 @@ def settle_incidents(run: Executor, names: Iterable[str]) -> int:
 
 @CONDITIONS.declare(
     meaning="After a transaction was decided, a process reported the opposite outcome. The first decision stays valid.",
-    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
-    "one producer group, or whether the broker was restored. Then run `outbox_audit settle --condition contradicted` "
-    "(docs/operations/monitoring.md#when-a-condition-ends).",
+    next_step="Compare the row in your own table with the output of `outbox_message show ID`. Check whether two "
+    "services share one producer group, or whether the broker was restored. Then run `outbox_audit settle --condition "
+    "contradicted` (docs/operations/monitoring.md#when-a-condition-ends).",
     concern=Concern.LOSS,
     symptom=Symptom.UNDECIDED,
     subject=("subject",),
@@ -369,7 +372,8 @@ def contradicted(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A process reported the outcome of a transaction that is unknown or belongs to another producer group.",
+    meaning="A process reported the outcome of a transaction that the broker does not know, or that belongs to "
+    "another producer group.",
     next_step="Check whether two services have the same PRODUCER_GROUP, and whether the broker's database was "
     "restored. Then run `outbox_audit settle --condition refused`.",
     concern=Concern.WITHIN_DAYS,
@@ -382,10 +386,11 @@ def refused(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="Check-back cannot use the ledger that a half message names: the ledger was emptied, was pruned past the "
-    "message, or belongs to another service.",
-    next_step="Point the database alias to the right database. If the ledger is gone, look at the business rows, then "
-    "decide each transaction with `outbox_transaction decide ID commit --force`, or `rollback`.",
+    meaning="Check-back cannot use the ledger that a half message names: the ledger was emptied, belongs to another "
+    "service, or no longer has the rows of that time.",
+    next_step="Point the database alias to the right database. If the ledger is gone, look for the row of the "
+    "transaction in your own table. If it exists, run `outbox_transaction decide ID commit --force`; if not, "
+    "`outbox_transaction decide ID rollback --force`.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     subject=("subject",),
@@ -396,8 +401,8 @@ def wrong_ledger(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="Retention removed messages that a group had not consumed.",
-    next_step="Find out why the group did not consume the removed messages. A reconciliation lists them "
+    meaning="Old messages were removed before a group had consumed them.",
+    next_step="Find out why the group did not consume the messages. A reconciliation lists them "
     "(docs/reconciliation/index.md). Then run `outbox_audit settle --condition expired`.",
     concern=Concern.LOSS,
     symptom=Symptom.DISK,
@@ -411,8 +416,8 @@ def expired(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="A database connection of a process no longer reaches the broker's database, so publishing through this "
     "connection fails.",
-    next_step="Finish the failover (docs/operations/restore.md#fail-over). If the broker moved for good, restart the "
-    "process. Then run `outbox_audit settle --condition path_flipped`.",
+    next_step="If a failover has begun, finish it (docs/operations/restore.md#fail-over). If the broker moved for "
+    "good, restart the process. Then run `outbox_audit settle --condition path_flipped`.",
     concern=Concern.PUBLISHING,
     symptom=Symptom.PUBLISHING,
     subject=("subject",),
@@ -455,8 +460,8 @@ def _fact(one: DatabaseComparison) -> Fact:
 @CONDITIONS.declare(
     meaning="The application has committed transactions that the broker does not know: a restore or a failover lost "
     "their messages.",
-    next_step="Reconcile the time span of the evidence, and publish the lost messages again from the business rows "
-    "(docs/operations/restore.md#restore). Then run `outbox_audit settle`.",
+    next_step="Run a reconciliation for the time span of the evidence, and publish the lost messages again from your "
+    "own rows (docs/operations/restore.md#restore). Then run `outbox_audit settle`.",
     concern=Concern.LOSS,
     symptom=Symptom.RESTORED,
     subject=("database",),
@@ -468,9 +473,8 @@ def lost_messages(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="The broker delivered messages whose transactions are missing in the application's database, because this "
     "database was restored.",
-    next_step="If there is a newer copy of the database, restore this copy. If there is no newer copy, a "
-    "reconciliation lists the messages without a row (docs/operations/restore.md#restore). Finally, run `outbox_audit "
-    "settle`.",
+    next_step="If there is a newer copy of the database, restore it. Otherwise a reconciliation lists the messages "
+    "without a row (docs/operations/restore.md#restore). Finally, run `outbox_audit settle`.",
     concern=Concern.LOSS,
     symptom=Symptom.RESTORED,
     subject=("database",),
@@ -481,8 +485,8 @@ def lost_commits(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Groups have handled messages whose effects are now missing, because the handlers' database was restored.",
-    next_step="Run the command of the evidence, which resets the group. The broker then delivers the messages again, "
-    "and the inbox skips the messages that it knows.",
+    next_step="Run the command in the evidence, which resets the group. The broker then delivers the messages again, "
+    "and the inbox skips those whose effects still exist.",
     concern=Concern.LOSS,
     symptom=Symptom.RESTORED,
     subject=("database",),
@@ -509,9 +513,9 @@ UNANSWERED_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="No process of a producer group answers check-back, so its half messages stay undecided.",
-    next_step="Start a worker of the service that published the messages; its log says why checks fail. If the service "
-    "is gone for good, decide each transaction: `outbox_transaction decide ID rollback`.",
+    meaning="No process of a producer group answers check-back, so the group's half messages stay undecided.",
+    next_step="Start a worker of the service that published the messages. If one runs, its log says why checks fail. "
+    "If the service is gone for good, decide each transaction: `outbox_transaction decide ID rollback`.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     thresholds=(UNANSWERED_SECONDS,),
@@ -543,10 +547,10 @@ PARKED_MESSAGES: Final = Threshold("parked_messages", 1, 100, "messages", "parke
 
 
 @CONDITIONS.declare(
-    meaning="Check-back could not find the outcome of these transactions within its limits. On FIFO topics, they "
-    "block their keys.",
-    next_step="`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` or "
-    "`outbox_transaction decide ID rollback` asks the ledger, then decides "
+    meaning="Check-back could not find the outcome of these transactions within its limits. On FIFO topics, later "
+    "messages of their keys wait.",
+    next_step="`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` and "
+    "`outbox_transaction decide ID rollback` ask the ledger before they decide "
     "(docs/operations/messages.md#undecided-and-parked-transactions).",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
@@ -682,10 +686,10 @@ def worse(*severities: Severity | None) -> Severity | None:
 
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
-    next_step="If the evidence names a limit, the group waits for this limit: raise it if the service behind the "
-    "handler allows it. If the evidence names no limit, add consumers, or fix the slow or blocked handler "
-    "(docs/operations/deploy.md#scale). `outbox_group offsets GROUP` shows which queues are behind: if only one is, a "
-    "failing message blocks it.",
+    next_step="If the evidence names a limit, the group waits for this limit: raise it if the service that the "
+    "handler calls allows it. Otherwise add consumers, or fix the slow or blocked handler "
+    "(docs/operations/deploy.md#scale). `outbox_group offsets GROUP` shows which queues are behind. If only one is, a "
+    "failing message probably blocks it.",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
@@ -702,8 +706,8 @@ def lag(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="A group is paused, and messages wait for it.",
-    next_step="The audit says who paused the group and why (docs/operations/page.md#audit). When the reason is gone, "
-    "run `outbox_group resume GROUP`.",
+    next_step="The list of operator actions says who paused the group and why (docs/operations/page.md#audit). When "
+    "the reason is gone, run `outbox_group resume GROUP`.",
     concern=Concern.ON_PURPOSE,
     symptom=Symptom.STOPPED,
     shown=Shown(
@@ -719,8 +723,8 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="An ordered handler fails again and again on one message, and the messages behind it wait.",
-    next_step="Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
-    "message (docs/operations/messages.md#skip-a-message).",
+    next_step="Fix the handler, or skip the message (docs/operations/messages.md#skip-a-message). Another on_error "
+    "policy can try the message again later, or make it a dead letter.",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,
     shown=Shown(
@@ -779,8 +783,8 @@ DEAD_LETTERS: Final = Threshold("dead_letters", 1, 1000, "messages", "dead lette
 
 
 @CONDITIONS.declare(
-    meaning="Messages of these groups have recently become dead letters.",
-    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay them "
+    meaning="Messages of a group have become dead letters within the last day.",
+    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters "
     "(docs/operations/messages.md#dead-letters): `outbox_dead_letter replay GROUP --all`.",
     concern=Concern.HANDLERS,
     symptom=Symptom.HANDLERS,
@@ -808,14 +812,14 @@ RETRY_SHARE: Final = Threshold(
     0.5,
     0.9,
     "share",
-    "messages that a group sent back for another attempt, divided by all that it finished in the last minute; counts "
-    "from 100 sent-back messages on",
+    "messages that a group sent back for another attempt, divided by all that it sent back, handled or gave up in the "
+    "last minute; counts from 100 sent-back messages on",
 )
 
 
 @CONDITIONS.declare(
     meaning="A group sends most of its messages back for another attempt.",
-    next_step="Probably a service that the group's handler needs is down. Check the errors, or pause the group until "
+    next_step="A service that the group's handlers need is probably down. Check the errors. To pause the group until "
     "the service is back: `outbox_group pause GROUP`.",
     concern=Concern.HANDLERS,
     symptom=Symptom.HANDLERS,
@@ -902,8 +906,8 @@ FAILING_MESSAGES: Final = Threshold(
     meaning="Messages of a group have failed at least twice with the same error, and wait for another attempt.",
     next_step="Find out what the messages have in common: a trigger, a constraint or the handler refuses them "
     "(docs/operations/messages.md#database-errors-of-handlers). `outbox_message show ID` shows the attempts of one, "
-    "and the page of retries lists all. After the repair, their next attempts succeed. After the last one, by default "
-    "2 h 46 min after the first, they become dead letters.",
+    "and the tab Retrying of the operations page lists all. Without a repair, they become dead letters, by default 2 "
+    "h 46 min after the first attempt.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.HANDLERS,
     thresholds=(FAILING_MESSAGES,),
@@ -941,7 +945,7 @@ GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 @CONDITIONS.declare(
     meaning="A process of a worker has died three times or more within ten minutes.",
     next_step="The evidence says how the process died (signal 9 often means out of memory). Check the log of the "
-    "process, the condition `quarantined` and new dead letters.",
+    "process, new dead letters, and the condition `quarantined`.",
     concern=Concern.WAITING,
     symptom=Symptom.START,
     shown=Shown(listed=WORKERS, figure="Workers"),
@@ -970,10 +974,10 @@ def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A process died while it handled these messages, so each of them is now handled alone. After the third "
-    "death, a message becomes a dead letter.",
-    next_step="`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, "
-    "or replay it afterwards (docs/operations/messages.md#handlers-that-kill-their-process).",
+    meaning="A process died while it handled these messages, so each message is now handled alone. A message that "
+    "then kills three processes becomes a dead letter.",
+    next_step="`outbox_message show ID` shows the message. Fix the handler. If the message is already a dead letter, "
+    "replay it (docs/operations/messages.md#handlers-that-kill-their-process).",
     concern=Concern.HANDLERS,
     symptom=Symptom.HANDLERS,
     shown=Shown(listed=WORKERS, remedies=(PAUSE,), figure="Workers"),
@@ -984,7 +988,7 @@ def quarantined(state: BrokerState) -> Counted:
 
 @CONDITIONS.declare(
     meaning="Handlers run longer than their timeout and do not return.",
-    next_step="Find the lock or the call that keeps the handlers waiting, and give it a timeout "
+    next_step="Find the lock or the call for which the handlers wait, and give it a timeout "
     "(docs/operations/messages.md#handlers-that-hang).",
     concern=Concern.WAITING,
     symptom=Symptom.HANDLERS,
@@ -995,12 +999,12 @@ def hung_handlers(state: BrokerState) -> Counted:
 
 
 @CONDITIONS.declare(
-    meaning="A subscription pauses, because its handlers fail one after another with the same error. A service is "
+    meaning="A group pauses on a topic, because its handlers fail one after another with the same error. A service is "
     "down, a session holds a lock, or a table does not fit the code.",
     next_step="Restore the service that the error names. If a table or column is missing, compare models, migrations "
-    "and table; after a lock timeout, end the session that the evidence names as `lock holder`, and find out what a "
-    "`possible lock holder` does before you end it (docs/operations/messages.md#database-errors-of-handlers). The next "
-    "call that succeeds ends the outage.",
+    "and table. After a lock timeout, end the session that the evidence names as `lock holder`; find out what a "
+    "`possible lock holder` does before you end it (docs/operations/messages.md#database-errors-of-handlers). The "
+    "next call that succeeds ends the outage.",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),
@@ -1026,7 +1030,7 @@ def outage(state: BrokerState) -> Iterable[Judged]:
 
 @CONDITIONS.declare(
     meaning="A topic has reached 80 % of its `backlog_limit`. Above the limit, publishing to the topic raises "
-    "TopicOverLimit, or logs warnings, as `on_limit` says.",
+    "TopicOverLimit or only logs warnings, depending on `on_limit`.",
     next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
     "accept messages now, raise the limit (docs/operations/sizing.md#limits-of-the-backlog).",
     concern=Concern.PUBLISHING,
@@ -1051,9 +1055,8 @@ RETENTION_BEHIND_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="The broker still stores consumed messages that are past their retention time.",
-    next_step="Retention cannot delete these messages: check the log of the broker process, and the conditions "
-    "`transaction_open` and `lock_held`.",
+    meaning="Consumed messages that are past their retention time were not removed.",
+    next_step="Check the log of the broker process, and the conditions `transaction_open` and `lock_held`.",
     concern=Concern.DISK,
     symptom=Symptom.DISK,
     thresholds=(RETENTION_BEHIND_SECONDS,),
@@ -1123,8 +1126,8 @@ TRANSACTION_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="A transaction has been open for long, so vacuum cannot remove rows that this transaction might still see. "
-    "Messages that it has published wait until it ends.",
+    meaning="A transaction has been open for long, so vacuum cannot remove rows that this transaction might still "
+    "see. Messages that the transaction has published wait until it ends.",
     next_step="If the evidence names a backup (pg_dump), let it end. Otherwise end the session: `SELECT "
     "pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
     concern=Concern.DISK,
@@ -1163,9 +1166,9 @@ LOCK_SECONDS: Final = Threshold(
 
 
 @CONDITIONS.declare(
-    meaning="A session holds a lock that the broker's sessions wait for.",
-    next_step="End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`. In migrations of the "
-    "application, set lock_timeout.",
+    meaning="A session holds a lock for which sessions of the broker wait.",
+    next_step="End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`. Set lock_timeout in "
+    "your migrations, so that they give up soon.",
     concern=Concern.PUBLISHING,
     symptom=Symptom.PUBLISHING,
     thresholds=(LOCK_SECONDS,),
@@ -1207,7 +1210,7 @@ def table_sizes(run: Executor) -> dict[str, int]:
 @CONDITIONS.declare(
     meaning="The broker's tables are larger than the threshold SPACE_BYTES.",
     next_step="If `retention_behind`, `lag` or `transaction_open` holds too, deal with that condition first. "
-    "Otherwise shorten retention_seconds, or raise the threshold.",
+    "Otherwise shorten the topics' retention_seconds, or raise the threshold.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.DISK,
     thresholds=(SPACE_BYTES,),

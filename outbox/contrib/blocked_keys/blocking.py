@@ -106,8 +106,8 @@ BLOCKED_KEY_SECONDS: Final = Threshold(
 
 @CONDITIONS.declare(
     meaning="A dead letter blocks its key: later messages of the key wait.",
-    next_step="Correct the cause of the dead letter's error. Then replay the dead letter with `outbox_dead_letter "
-    "replay GROUP --error-type TYPE`, or discard it; the waiting messages follow in order "
+    next_step="Correct the cause of the error. Then replay the dead letter with `outbox_dead_letter replay GROUP "
+    "--error-type TYPE`, or discard it. The waiting messages follow in order "
     "(docs/order-and-delay.md#dead-letters-that-keep-the-order).",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,

@@ -129,9 +129,10 @@ GROUP BY 1, 2, 3, 4 ORDER BY since_seconds DESC
 
 
 @CONDITIONS.declare(
-    meaning="Messages of an event wait, because the workers do not know the version that newer code has published.",
+    meaning="Messages of an event wait, because newer code has published them in a version that the workers do not "
+    "know.",
     next_step="Deploy the workers with the code that declares this version "
-    "(docs/events.md#deploy-two-versions-side-by-side). The messages then continue by themselves.",
+    "(docs/events.md#deploy-two-versions-side-by-side). They then handle the waiting messages.",
     concern=Concern.PASSING,
     symptom=Symptom.STOPPED,
     # Such messages leave their queue as if they were sent back, but have not failed.

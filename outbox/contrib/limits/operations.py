@@ -136,14 +136,14 @@ LIMIT_SECONDS: Final = Threshold(
     600,
     None,
     "seconds",
-    "how long messages of a subscription have waited for one of its limits, without a break",
+    "how long messages of a group have waited without a break for one of its limits on the topic",
 )
 
 
 @CONDITIONS.declare(
-    meaning="Messages of a subscription have waited long for one of its limits.",
-    next_step="If the service behind the handler allows it, raise the limit (docs/limits.md): `outbox_group limits "
-    "GROUP TOPIC --running 5`.",
+    meaning="Messages of a group have waited long, because the group has reached a limit on the topic.",
+    next_step="If the service that the handler calls allows it, raise the limit (docs/limits.md): `outbox_group "
+    "limits GROUP TOPIC --running 5`.",
     concern=Concern.PASSING,
     symptom=Symptom.WAITING,
     thresholds=(LIMIT_SECONDS,),

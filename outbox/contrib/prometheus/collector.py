@@ -36,12 +36,12 @@ _DATABASE: Final = ("database",)
 _GAUGES: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "outbox_condition": (
         ("name",),
-        "0: the condition does not hold, 1: warning, 2: critical; no sample while it is unknown.",
+        "0: the condition does not hold, 1: warning, 2: critical; no sample while this is unknown.",
     ),
     "outbox_leader": ((), "1 if a leader sequences messages, else 0."),
     "outbox_last_tick_age_seconds": ((), "Seconds since the last tick."),
     "outbox_counted_age_seconds": ((), "Seconds since lag and other figures were counted."),
-    "outbox_lag_messages": (_PAIR, "Messages that are queued and not finished."),
+    "outbox_lag_messages": (_PAIR, "Messages in the queues that the group has not finished."),
     "outbox_lag_seconds": (_PAIR, "Age of the oldest unfinished message; no sample if it is unknown."),
     "outbox_dead_letters": (_GROUP, "Unsettled dead letters."),
     "outbox_claimed_messages": (_GROUP, "Messages that have left their queue while their handler runs."),
@@ -53,7 +53,7 @@ _GAUGES: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "outbox_held_messages": (_TOPIC, "Decided messages that wait for an earlier undecided message of their key."),
     "outbox_audit_differences": ((), "Equations of the last audit that do not hold."),
     "outbox_audit_age_seconds": ((), "Seconds since the last audit."),
-    "outbox_audit_messages": (("scope", "name", "term"), "A term of conservation, as last audited."),
+    "outbox_audit_messages": (("scope", "name", "term"), "A term of an equation of the last audit."),
     "outbox_table_bytes": (("table",), "Size of the table on disk, with its indexes."),
     "outbox_relay_messages": (_DATABASE, "Messages that wait for the relay."),
     "outbox_relay_age_seconds": (_DATABASE, "Age of the oldest message that waits for the relay."),
@@ -62,11 +62,11 @@ _GAUGES: Final[Mapping[str, tuple[Sequence[str], str]]] = {
 # Totals since the start of a group or topic; their names end with `_total`.
 _COUNTERS: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "outbox_queued_messages": (_TOPIC, "Messages put into the topic's queues."),
-    "outbox_handled_messages": (_PAIR, "Messages that the group has done."),
+    "outbox_handled_messages": (_PAIR, "Messages that the group has handled."),
     "outbox_filtered_messages": (_PAIR, "Messages that do not match the group's filter."),
     "outbox_skipped_messages": (
         _PAIR,
-        "Messages delivered again after the group had done them; they count as handled, too.",
+        "Messages that were delivered again after the group had handled them; they also count as handled.",
     ),
     "outbox_sent_back_messages": (_PAIR, "Messages sent back for another attempt."),
     "outbox_dead_messages": (_PAIR, "Messages given up: dead letters, and messages whose time limit was over."),

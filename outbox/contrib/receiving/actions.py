@@ -48,8 +48,8 @@ CONDITIONS: Final = Declarations[BrokerState]()
 @CONDITIONS.declare(
     meaning="A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods, so it receives no "
     "messages.",
-    next_step="Start `outbox_worker --role receive`. If it runs, restore the server that its log names. If you no "
-    "longer need the receiver, run `outbox_receiver forget NAME`.",
+    next_step="Start `outbox_worker --role receive`. If it already runs, restore the server that its log names. If "
+    "you no longer need the receiver, run `outbox_receiver forget NAME`.",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
     thresholds=(PASS_LATE_PERIODS,),

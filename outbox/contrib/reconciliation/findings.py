@@ -91,8 +91,8 @@ def _storable(step: Mapping[str, Any] | None) -> Any:
 @CONDITIONS.declare(
     meaning="The last saved reconciliation has open findings: rows, messages and effects that do not agree.",
     next_step="The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the "
-    "findings (docs/reconciliation/findings.md), then run the reconciliation again: the condition ends with the next "
-    "saved result.",
+    "findings (docs/reconciliation/findings.md), then run the reconciliation again: a saved result without open "
+    "findings ends the condition.",
     concern=Concern.LOSS,
     symptom=Symptom.MISSING,
     shown=Shown(listed=Place("findings", "Findings")),

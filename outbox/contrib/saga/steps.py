@@ -400,9 +400,9 @@ CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 
 
 @CONDITIONS.declare(
-    meaning="The message of a saga's next step, or of its deadline, is lost or a dead letter. The saga waits for it.",
-    next_step="Replay the dead letters of these sagas: `outbox_dead_letter list GROUP`. A worker with the role "
-    "`check` publishes lost messages again within a minute.",
+    meaning="A saga waits, because the message of its next step, or of its deadline, is lost or a dead letter.",
+    next_step="`outbox_dead_letter list GROUP` shows the dead letters of these sagas: replay them. A worker with the "
+    "role `check` publishes lost messages again within a minute.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.HANDLERS,
     subject=("saga",),

@@ -16,8 +16,8 @@ SCHEDULE_LATE_SECONDS: Final = Threshold("schedule_late_seconds", 60, 600, "seco
 
 @CONDITIONS.declare(
     meaning="The leader has not published the message of a schedule in time.",
-    next_step="If the evidence has an error, correct the declaration of the schedule, or declare its topic. Otherwise "
-    "check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
+    next_step="If the evidence contains an error, correct the declaration of the schedule, or declare its topic. "
+    "Otherwise check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
     thresholds=(SCHEDULE_LATE_SECONDS,),

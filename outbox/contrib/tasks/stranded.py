@@ -49,9 +49,9 @@ _WHY: Final = {
 
 
 @CONDITIONS.declare(
-    meaning="Django tasks are READY, but no message is left that would run them.",
-    next_step="A worker with the role `check` publishes these messages again within a minute. If a task must not run, "
-    "delete its row from the table of tasks.",
+    meaning="Django tasks are READY, but the messages that would run them are gone.",
+    next_step="A worker with the role `check` publishes the messages again within a minute. If a task must not run, "
+    "delete its row from the table outbox_task.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.HANDLERS,
     shown=NO_LIST,
