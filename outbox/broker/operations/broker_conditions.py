@@ -975,7 +975,7 @@ def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
 
 @CONDITIONS.declare(
     meaning="A process died while it handled these messages, so each message is now handled alone. A message that "
-    "then kills three processes becomes a dead letter.",
+    "has killed three processes alone becomes a dead letter.",
     next_step="`outbox_message show ID` shows the message. Fix the handler. If the message is already a dead letter, "
     "replay it (docs/operations/messages.md#handlers-that-kill-their-process).",
     concern=Concern.HANDLERS,
