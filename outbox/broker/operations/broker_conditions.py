@@ -251,7 +251,7 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
 @CONDITIONS.declare(
     meaning="Check-back or pruning of a producer group has not started for several periods, so messages stay "
     "undecided, or tables grow.",
-    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of this producer group. If one runs, "
+    next_step="Start `celery worker --outbox` or `outbox_worker` in the service that has this PRODUCER_GROUP. If one runs, "
     "its log says why check-back or pruning fails.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
@@ -905,9 +905,9 @@ FAILING_MESSAGES: Final = Threshold(
 @CONDITIONS.declare(
     meaning="Messages of a group have failed at least twice with the same error, and wait for another attempt.",
     next_step="Find out what the messages have in common: a trigger, a constraint or the handler refuses them "
-    "(docs/operations/messages.md#database-errors-of-handlers). `outbox_message show ID` shows the attempts of one, "
-    "and the tab Retrying of the operations page lists all. Without a repair, they become dead letters, by default 2 "
-    "h 46 min after the first attempt.",
+    "(docs/operations/messages.md#database-errors-of-handlers). The tab Retrying of the operations page lists these "
+    "messages, and `outbox_message show ID` shows the attempts of one of them. Without a repair, they become dead "
+    "letters, by default 2 h 46 min after the first attempt.",
     concern=Concern.WITHIN_DAYS,
     symptom=Symptom.HANDLERS,
     thresholds=(FAILING_MESSAGES,),
