@@ -35,7 +35,13 @@ def dump(url: str, file: Path) -> Path:
 
 def restore(url: str, file: Path, *options: str) -> None:
     """Load a dump into a database."""
-    subprocess.run([_program("pg_restore"), *options, "-d", url, str(file)], check=True)
+    subprocess.run([_program("pg_restore"), *options, "-d", url, str(file)], check=True, env=_never_the_victim())
+
+
+def _never_the_victim() -> dict[str, str]:
+    """Variables for a program that locks tables which a worker uses. Of a deadlock, PostgreSQL ends the session that
+    notices it, and that is then the worker's."""
+    return {**os.environ, "PGOPTIONS": "-c deadlock_timeout=1h"}
 
 
 def restore_over(url: str, file: Path) -> None:
@@ -58,6 +64,7 @@ def reload_rows(url: str, file: Path) -> None:
         [_program("psql"), "-q", "-1", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", str(rows)],
         check=True,
         stdout=subprocess.DEVNULL,
+        env=_never_the_victim(),
     )
 
 

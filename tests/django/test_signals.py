@@ -315,7 +315,7 @@ def test_a_broker_that_is_away_is_reported_and_ends_nothing(holds: list[Conditio
 @pytest.mark.usefixtures("_only_rules_of_the_test")
 def test_the_receiver_of_the_page_mails_what_is_critical_and_its_end(holds: list[Condition]) -> None:
     [block] = re.findall(r"```python\n(# shop/alarms\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"__name__": "shop.alarms"}
     exec(block, namespace)
     receiver = namespace["mail_operators"]
     mail.outbox = []
