@@ -121,8 +121,8 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
 
 @CONDITIONS.declare(
     meaning="A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
-    next_step="Fix the cause that the error names: a missing right, a changed table, a timeout of the role, or a "
-    "pooler. Or restart the process with the older version of its code. The log of the process has the whole error.",
+    next_step="Fix the cause that the error names, such as a missing right, a changed table, a timeout of the role, or "
+    "a pooler. Or restart the process with the older version of its code. The log of the process has the whole error.",
     concern=Concern.WAITING,
     symptom=Symptom.START,
     subject=("failing",),
@@ -159,10 +159,10 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
 
 
 @CONDITIONS.declare(
-    meaning="The broker has the tables of a part of outbox (an app), but no running worker has this app. Messages are "
-    "delivered, but the leader's work for the part is not done.",
-    next_step="Start a worker with the part's app in INSTALLED_APPS. If no service needs the part any more, drop its "
-    "tables (docs/operations/upgrade.md#remove-a-part).",
+    meaning="The broker has the tables of a part of outbox (an app), but the leader does not have this app. Messages "
+    "are delivered, but the leader's work for the part is not done.",
+    next_step="Start a worker whose INSTALLED_APPS contains the app of this part, and the apps of all other parts on "
+    "the broker. If no service needs the part any more, drop its tables (docs/operations/upgrade.md#remove-a-part).",
     concern=Concern.WAITING,
     symptom=Symptom.WAITING,
     subject=("part",),
@@ -251,8 +251,8 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
 @CONDITIONS.declare(
     meaning="Check-back or pruning of a producer group has not started for several periods, so messages stay "
     "undecided, or tables grow.",
-    next_step="Start `celery worker --outbox` or `outbox_worker` in the service that has this PRODUCER_GROUP. If one runs, "
-    "its log says why check-back or pruning fails.",
+    next_step="Start `celery worker --outbox` or `outbox_worker` in the service that has this PRODUCER_GROUP. If one "
+    "runs, its log says why check-back or pruning fails.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
@@ -388,9 +388,9 @@ def refused(state: BrokerState) -> Counted:
 @CONDITIONS.declare(
     meaning="Check-back cannot use the ledger that a half message names: the ledger was emptied, belongs to another "
     "service, or no longer has the rows of that time.",
-    next_step="Point the database alias to the right database. If the ledger is gone, look for the row of the "
-    "transaction in your own table. If it exists, run `outbox_transaction decide ID commit --force`; if not, "
-    "`outbox_transaction decide ID rollback --force`.",
+    next_step="Point the database alias to the right database. If the ledger or its rows are gone, look for the "
+    "row of the transaction in your own table. If it exists, run `outbox_transaction decide ID commit --force`; if "
+    "not, `outbox_transaction decide ID rollback --force`.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     subject=("subject",),
@@ -687,7 +687,7 @@ def worse(*severities: Severity | None) -> Severity | None:
 @CONDITIONS.declare(
     meaning="A group is behind: its messages wait too long, or too many messages wait.",
     next_step="If the evidence names a limit, the group waits for this limit: raise it if the service that the "
-    "handler calls allows it. Otherwise add consumers, or fix the slow or blocked handler "
+    "handler calls allows it. If the evidence names no limit, add consumers, or fix the slow or blocked handler "
     "(docs/operations/deploy.md#scale). `outbox_group offsets GROUP` shows which queues are behind. If only one is, a "
     "failing message probably blocks it.",
     concern=Concern.WAITING,
