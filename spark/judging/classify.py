@@ -86,7 +86,6 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     is_stuck = (F.col("parked") > 0) | (age > micros(rule.stuck_after_seconds))
     is_double = F.lit(not rule.has_several_messages) & (F.greatest(F.col("rows"), _live()) > 1)
     judged = row_judged | message_judged
-    fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     is_erased = F.col("erased") > 0
@@ -106,7 +105,7 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.DUPLICATE: judged & committed & is_double,
         FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
-        FindingClass.PENDING: (fresh & ~row_judged)
+        FindingClass.PENDING: (_is_fresh(window) & ~row_judged)
         | (row_judged & undecided)
         | (differs & ~is_final)
         | alone
@@ -134,6 +133,10 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     is_recalled = (F.col("rows") > 0) & judges(F.col("row_at")) & (F.col("recalled") > 0) & (_live() == 0)
     is_wrong, is_short = _sums(rule, number)
     one_unhandled, one_overdue = _of_several(rule, number)
+    # A row that an earlier run judged, because it was far ahead, may be too close to be judged now. Its findings stay.
+    waits = F.lit(False)
+    if window.carried is not None:
+        waits = F.col(window.carried) & _is_fresh(window) & ~judges(F.col("row_at"))
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
         FindingClass.DUPLICATE: (is_sent & (effects > _live()) & F.lit(not group.sum_effect))
@@ -147,9 +150,15 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
         # A group without an effect table is judged by the broker's deliveries, which have no times.
         FindingClass.LATE: expected & F.lit(has_table) & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
         FindingClass.PENDING: (expected & (((effects == 0) & ~overdue) | one_unhandled))
-        | (is_compared & is_wrong & is_short & ~overdue),
+        | (is_compared & is_wrong & is_short & ~overdue)
+        | waits,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
+
+
+def _is_fresh(window: Window) -> Column:
+    """Whether a row is after the window, so that a later run judges it."""
+    return (F.col("rows") > 0) & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
 
 
 def _judges_row(window: Window) -> Callable[[Column], Column]:

@@ -124,3 +124,20 @@ def test_a_second_row_with_a_message_of_its_own_is_a_duplicate(reconcile: Reconc
     move_boundary(reconcile, START + HOUR)
     world.add(Order(number=1, at=START + 2 * HOUR), Order(number=3, at=START + 2 * HOUR))
     assert reconcile.findings(reconcile.run()) == [("1", "", "DUPLICATE")]
+
+
+def test_a_finding_about_a_row_far_ahead_stays_open_until_its_time_has_come(
+    reconcile: Reconciler, world: World
+) -> None:
+    """Between, the row is less than an hour ahead, so a run does not judge it."""
+    world.add(Order(number=1), Order(number=2))
+    world.app.execute("UPDATE orders_order SET paid_at = paid_at + interval '2 hours' WHERE id = 1")
+    rules = reconcile.rules(groups=("points",)).read_text()
+    seen = []
+    for hours in (0.5, 1.5, 3.0):
+        watermark = f'watermark = "{(START + hours * HOUR).isoformat()}"'
+        text = rules.replace('_APP"', f'_APP"\n{watermark}').replace('_BROKER"', f'_BROKER"\n{watermark}')
+        result = reconcile.run(rules=reconcile.rules(text=text))
+        seen.append((sorted(reconcile.findings(result)), result["open_subjects"]))
+    ahead = [("1", "", "MISMATCH"), ("1", "points", "EARLY")]
+    assert seen == [(ahead, 2), ([], 2), (ahead, 2)]
