@@ -74,6 +74,7 @@ LOCAL_SETTINGS: Final = {
 # With this garbage collector a run takes the least CPU. The default collector, G1, keeps pauses short, but a batch job
 # does not need short pauses.
 COLLECTOR: Final = "-XX:+UseParallelGC"
+_CODE_GENERATOR: Final = "org.apache.spark.sql.catalyst.expressions.codegen.CodeGenerator"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 
 
@@ -169,6 +170,10 @@ def start(
         raise UsageProblem(
             f"Spark did not start: {' '.join(str(error).split())[:400]}. Check --master or --remote, and Java."
         ) from error
+    if remote is None and not is_submitted():
+        # Spark logs a generated class whose method is too large for Java, hundreds of lines, and then does without it.
+        log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
+        log4j.core.config.Configurator.setLevel(_CODE_GENERATOR, log4j.Level.OFF)
     # PySpark logs every analysis error with the whole query plan. This package reports an analysis error in one line.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     ship(spark)

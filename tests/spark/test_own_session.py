@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import SparkSession
 
+from spark import session
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_parquet
 from tests.spark.test_files import folders, orders_table
@@ -47,3 +49,10 @@ def test_a_run_keeps_the_settings_of_the_session(reconcile: Reconciler, world: W
     assert reconcile.findings(result) == [("2", "", "MISMATCH")]
     [found] = reconcile.rows(result)
     assert START.isoformat()[:19] in found["row"]
+
+
+def test_a_session_of_the_command_logs_no_generated_classes(spark_session: SparkSession) -> None:
+    """Spark would log some five hundred lines about a class that it then does without."""
+    loggers = spark_session._jvm.org.apache.logging.log4j.LogManager  # type: ignore[union-attr]
+    assert loggers.getLogger(session._CODE_GENERATOR).getLevel().toString() == "OFF"
+    assert loggers.getRootLogger().getLevel().toString() == "ERROR"
