@@ -2,6 +2,9 @@
 
 Its modification time is the time of the last heartbeat; its text (`ready` or `waiting`) says whether the loop could do
 its work. Without the environment variable OUTBOX_HEARTBEAT, the process writes none.
+
+A loop may have a connection of its own, past a pooler. So another thread of its process says with `reached` whether the
+ordinary connection works.
 """
 
 from __future__ import annotations
@@ -19,6 +22,13 @@ _READY: Final = "ready"
 _WAITING: Final = "waiting"
 
 _last: tuple[float, bool] = (0.0, False)
+_is_reached = True
+
+
+def reached(is_reached: bool) -> None:
+    """Note whether a request on the ordinary connection has reached the broker. If not, no heartbeat says `ready`."""
+    global _is_reached
+    _is_reached = is_reached
 
 
 def beat(*, ready: bool) -> None:
@@ -27,6 +37,7 @@ def beat(*, ready: bool) -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return
+    ready = ready and _is_reached
     now = time.monotonic()
     at, was_ready = _last
     if was_ready == ready and now - at < _EVERY_SECONDS:

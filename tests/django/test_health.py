@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -23,6 +26,7 @@ from django.db.backends.signals import connection_created
 from django.test import Client
 
 from outbox import hooks
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import Sequencer
 from outbox.broker.operations import rules
@@ -30,13 +34,13 @@ from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.sequencer.leader_lease import LeaderLease
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import flush
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.operations.watching import look, probe
-from outbox.contrib.django.worker import probes
+from outbox.contrib.django.worker import periodic, probes, workers
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.roles import prepare_health_files
+from outbox.contrib.django.worker.roles import FIRST_PROCESS, prepare_health_files
 from outbox.contrib.django.worker.workers import run_check_role, run_pass
-from outbox.errors import BrokerError
+from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
 from tests.broker.support import wire
@@ -77,6 +81,8 @@ def test_the_probe_by_command(led: None) -> None:
         code, text = health()
         assert code == 1 and "rolled back or due have waited" in text and "30 s" in text
         connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
+        [evidence] = conditions()["no_sequencer"].evidence
+        assert evidence["not_queued_messages"] == 1, "no group has it in its lag"
     code, text = health("--json")
     assert code == 1 and "No process runs the sequencer" in json.loads(text)["problems"][0]
     point_alias("broker", NOWHERE)
@@ -146,8 +152,9 @@ def test_staff_without_the_permission_read_neither_status_nor_metrics(
 
 
 @pytest.fixture
-def directory(tmp_path: Path, outbox_settings: Callable[..., None]) -> Path:
+def directory(tmp_path: Path, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the worker's processes leave signs of life; the port is any that is free."""
+    monkeypatch.setattr(heartbeat, "_is_reached", True)
     outbox_settings(HEALTH_DIRECTORY=str(tmp_path / "signs"), HEALTH_ADDRESS="127.0.0.1:0")
     return tmp_path / "signs"
 
@@ -177,6 +184,47 @@ def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert health("--live")[0] == 1
     prepare_health_files(["broker"])
     assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
+
+
+def test_a_worker_that_has_ended_is_not_live(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats are recent for 30 s more."""
+    left = prepare_health_files(["broker"])
+    beat(monkeypatch, left, "broker", ready=True)
+    code = "from outbox.utils.process_identity import process_identity; print(process_identity(), end='')"
+    ended_process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    (directory / FIRST_PROCESS).write_text(ended_process)
+    assert probes.live().problems == ["the worker on this machine has ended"]
+    assert health("--ready") == (1, "the worker on this machine has ended")
+    prepare_health_files(["broker"])
+    assert probes.live().is_healthy
+
+
+@pytest.mark.parametrize("name", ["check_back", "conditions"])
+def test_a_worker_whose_pooler_is_down_is_not_ready(
+    name: str, databases: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of its broker process goes on: it has the direct connection of LISTEN_URL."""
+    if name == "conditions":
+        # As without PRODUCER_GROUP.
+        monkeypatch.setattr(periodic, "is_my_turn", lambda *_, **__: True)
+    left = prepare_health_files(["broker"])
+    [item] = [one for one in passes() if one.name == name]
+
+    def is_ready() -> bool:
+        run_pass(item)
+        beat(monkeypatch, left, "broker", ready=True)
+        return probes.ready().is_healthy
+
+    assert is_ready()
+    with monkeypatch.context() as patch:
+        patch.setattr(BrokerDatabase, "open", refusing_the_pooler)
+        reset_broker()
+        assert not is_ready() and probes.live().is_healthy
+    assert is_ready()
+
+
+def refusing_the_pooler(*_: object, **__: object) -> None:
+    raise BrokerUnavailable("the pooler does not answer")
 
 
 def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +383,73 @@ def test_a_pass_of_a_process_that_has_ended_does_not_fail(databases: None) -> No
     stop = threading.Event()
     stop.set()
     run_check_role(stop)
+    assert failing() == []
+
+
+def age_notes(seconds: float) -> None:
+    """As if no note had been stored or refreshed for this time."""
+    broker_sql(f"UPDATE outbox.incident SET at = at - interval '{seconds} seconds'")
+    for note in periodic._notes.values():
+        note._stored_at -= seconds
+        note._inserted_at -= seconds
+
+
+def test_the_note_of_a_pass_counts_while_its_process_runs(databases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The role check refreshes it while only other passes run."""
+    check_back = failed_check_back()
+    stop = threading.Event()
+
+    def run() -> dict[str, int]:
+        stop.set()
+        return {}
+
+    other = PeriodicPass(name="other", interval_seconds=600, run=run)
+    monkeypatch.setattr(workers, "passes", lambda: [other])
+    monkeypatch.setattr(workers, "end_notes", lambda: None)
+    [fact] = conditions()["process_failing"].evidence
+    assert fact["process"] == f"{os.getpid()} on {socket.gethostname()}"
+    for _ in range(3):
+        age_notes(80)
+        assert len(failing()) == 1
+        stop.clear()
+        run_check_role(stop)
+    age_notes(100)
+    assert failing() == [], "the process has died"
+    periodic.keep_notes()
+    assert len(failing()) == 1
+    run_pass(check_back)
+    periodic.keep_notes()
+    assert failing() == [] and [kind for kind, _ in incidents()] == ["process_failed"]
+
+
+def test_a_login_that_may_not_change_its_note_adds_another_when_it_ends(databases: None) -> None:
+    broker_sql(
+        "CREATE FUNCTION outbox.refuse() RETURNS trigger LANGUAGE plpgsql"
+        " AS $$ BEGIN RAISE insufficient_privilege; END $$"
+    )
+    broker_sql(
+        "CREATE TRIGGER refuses BEFORE UPDATE ON outbox.incident FOR EACH ROW WHEN (new.at >= now())"
+        " EXECUTE FUNCTION outbox.refuse()"
+    )
+    failed_check_back()
+    for seconds, notes in ((60, 1), (25, 1), (10, 2)):
+        age_notes(seconds)
+        periodic.keep_notes()
+        assert len(incidents()) == notes and len(failing()) == 1, seconds
+    age_notes(100)
+    assert failing() == [], "the process has ended, and could not say so"
+
+
+def test_the_note_of_a_task_counts_until_beat_starts_the_next(databases: None) -> None:
+    [check_back] = [one for one in periodic.tasks() if one.name == "check_back"]
+    with rolled_back():
+        publish("orders", {}, key="half")
+    flush(within_seconds=5)
+    with refusing("pending_check"), pytest.raises(BrokerError):
+        check_back.run()
+    age_notes(1000)
+    assert [what for what, _ in failing()] == ["the task of check_back, shop"]
+    check_back.run()
     assert failing() == []
 
 

@@ -25,6 +25,7 @@ from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker import probes
 from outbox.message import Delivery
 from tests import pooler
 from tests.django import entry_points
@@ -322,21 +323,29 @@ def _state() -> str:
 @pytest.mark.parametrize("straight", [True, False], ids=["listens", "finds-out"])
 @pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
 def test_a_worker_with_a_direct_url_and_without_any(
-    straight: bool, databases: None, server_url: str, outbox_settings: Callable[..., None]
+    straight: bool, databases: None, server_url: str, outbox_settings: Callable[..., None], tmp_path: Path
 ) -> None:
-    """With a URL for LISTEN it sequences on a session that lasts; without any setting it finds the pooler and polls."""
-    outbox = {"LISTEN_URL": alias_conninfo("broker") if straight else None}
+    """With a URL for LISTEN it sequences on a session that lasts; without any setting it finds the pooler and polls.
+
+    Either one is not ready while the pooler is down.
+    """
+    outbox = {"LISTEN_URL": alias_conninfo("broker") if straight else None, "HEALTH_DIRECTORY": str(tmp_path)}
     outbox_settings(**outbox)
     with behind(server_url, OLD, size=12) as pool:
         with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
             work(range(8))
             eventually(settled, within_seconds=60, what=_state)
+            assert probes.ready().is_healthy
+            pool.stop(signal.SIGKILL)
+            eventually(lambda: not probes.ready().is_healthy, within_seconds=30)
+            assert probes.live().is_healthy
             for pid in children(worker.pid):
                 os.kill(pid, signal.SIGKILL)
-            pool.stop(signal.SIGKILL)
             pool.start()
             connections.close_all()
             work(range(8, 16))
             eventually(settled, within_seconds=60, what=_state)
             eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
+            eventually(lambda: probes.ready().is_healthy, within_seconds=30)
+    assert probes.live().problems == ["the worker on this machine has ended"]
     assert_nothing_is_wrong()

@@ -7,8 +7,8 @@ the note with plain statements on a separate connection. So the part can store t
 connection or privilege fails. The part refreshes the note while it keeps failing. When the part works again, the note
 becomes `process_failed`.
 
-After the death of a process, its note counts for 90 s more (of publishing 300 s, of a periodic pass 1,500 s). A process
-whose role may not write incidents only writes a log line.
+After the death of a process, its note counts for 90 s more (of publishing 300 s, of a pass that Celery beat starts
+1,500 s). A process whose role may not write incidents only writes a log line.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from outbox.utils.safe_text import class_name, shown_text, storable
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 10.0
+# A process keeps the note of a part for this time after the part's last failure. A pass of pruning runs every ten
+# minutes, and its process refreshes the note in between.
+_KEPT_SECONDS: Final = 1500.0
 # The limit in seconds for the connection attempt; the statements have a limit of the same length.
 _SECONDS: Final = 2.0
 # A part stores a note after this many failures in a row, because a single error may concern only one request or pass.
@@ -58,6 +61,8 @@ class ProcessPart(StrEnum):
     SUMMARY = "the summary"
     LEADER_WORK = "the leader's work"
     PASS = "the pass"
+    # A pass that Celery beat starts.
+    TASK = "the task"
 
     @property
     def held_seconds(self) -> float:
@@ -65,9 +70,9 @@ class ProcessPart(StrEnum):
 
         If a note was not refreshed for this time, the process that stored the note may have ended.
         """
-        if self is ProcessPart.PASS:
-            # A pass of pruning runs every ten minutes, so its note must be valid for longer.
-            return 1500.0
+        if self is ProcessPart.TASK:
+            # No process refreshes the note between two tasks.
+            return _KEPT_SECONDS
         return 300.0 if self is ProcessPart.PUBLISHING else 90.0
 
 
@@ -89,7 +94,7 @@ ORDER BY at DESC LIMIT 1000
 @dataclass(frozen=True, slots=True)
 class FailingPart:
     """A part that fails now. `of`: the groups of the part, separated by commas, or the name of the pass or the
-    leader's work."""
+    leader's work. `process`: its id and its host, such as "7004 on web-1"."""
 
     part: ProcessPart
     of: str
@@ -118,7 +123,8 @@ def _parsed(subject: str, detail: str, seen_seconds: float) -> FailingPart | Non
     since, _, error = detail.partition(": ")
     if name not in set(ProcessPart):
         return None
-    return FailingPart(ProcessPart(name), of, process, since.removeprefix("since "), seen_seconds, error)
+    process, since = process.removeprefix("process "), since.removeprefix("since ")
+    return FailingPart(ProcessPart(name), of, process, since, seen_seconds, error)
 
 
 class FailureNote:
@@ -141,7 +147,8 @@ class FailureNote:
         self._failures = 0
         self._since = ""
         self._incident_id: int | None = None
-        self._stored_at = 0.0
+        self._stored_at = self._inserted_at = self._failed_at = 0.0
+        self._detail = ""
 
     def failed(self, error: BaseException, *, is_last: bool = False) -> None:
         """Count one more failure, and store the note at most every ten seconds.
@@ -155,10 +162,26 @@ class FailureNote:
                 self._start_anew()
             self._failures += 1
             self._since = self._since or datetime.now(UTC).isoformat(timespec="seconds")
-            now = time.monotonic()
+            now = self._failed_at = time.monotonic()
             if (self._failures >= self._in_a_row or is_last) and now - self._stored_at >= _REFRESH_SECONDS:
+                said = (shown_text(error).splitlines() or [class_name(error)])[0]
+                self._stored_at, self._detail = now, storable(f"since {self._since}: {said}")
+                self._store()
+        finally:
+            self._lock.release()
+
+    def keep(self) -> None:
+        """Refresh the note between two runs of a part that runs rarely, to show that its process still runs."""
+        now = time.monotonic()
+        # A role that may not change its note adds the next one when the last one ends.
+        pause = _REFRESH_SECONDS if self._incident_id is None else self._held_seconds / 4
+        is_due = now - self._stored_at >= pause and now - self._failed_at < _KEPT_SECONDS
+        if not self._failures or not is_due or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._pid == os.getpid():
                 self._stored_at = now
-                self._store(error)
+                self._store()
         finally:
             self._lock.release()
 
@@ -185,15 +208,14 @@ class FailureNote:
             raise
         self.worked()
 
-    def _store(self, error: BaseException) -> None:
-        subject = f"{self._what} in process {self._pid} on {socket.gethostname()}"
-        said = (shown_text(error).splitlines() or [class_name(error)])[0]
-        detail = storable(f"since {self._since}: {said}")
+    def _store(self) -> None:
+        subject, detail = f"{self._what} in process {self._pid} on {socket.gethostname()}", self._detail
         with self._telling() as run:
             if self._incident_id is None or not self._refresh(run, detail):
                 logger.warning("incident %s: %s: %s", IncidentKind.PROCESS_FAILING, subject, detail)
                 stored = {"kind": str(IncidentKind.PROCESS_FAILING), "subject": subject, "detail": detail}
                 [self._incident_id] = run.one(_INSERT, stored, prepare=False)
+                self._inserted_at = self._stored_at
 
     def _refresh(self, run: Executor, detail: str) -> bool:
         """Refresh the stored note. Returns False if there is no such note any more."""
@@ -203,7 +225,7 @@ class FailureNote:
         except InsufficientPrivilege:
             # A publisher may add notes, but not change them. It adds the next one when this one ends.
             self._incident_id = None
-            self._stored_at += self._held_seconds - _REFRESH_SECONDS
+            self._stored_at = self._inserted_at + self._held_seconds - _REFRESH_SECONDS
             raise
 
     @contextlib.contextmanager

@@ -112,7 +112,8 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
             yield Severity.CRITICAL, {"refused": limit.limit, "open_connections": limit.used, "limit": limit.allowed}
     for part in state.once(failing):
         if says_refused(part.error):
-            yield Severity.CRITICAL, {"refused": part.process, **fact_of(part, "part", "since", "error")}
+            refused = {"refused": f"process {part.process}"}
+            yield Severity.CRITICAL, {**refused, **fact_of(part, "part", "since", "error")}
     for outage in state.once(outages):
         if says_refused(outage["error"]):
             named = {name: value for name, value in outage.items() if name != "group"}
@@ -155,7 +156,9 @@ def no_sequencer(state: BrokerState) -> Iterator[Judged]:
     if now.leader is None and not any(one.part is ProcessPart.SEQUENCING for one in state.once(failing)):
         gone = now.gone_seconds
         severity = Severity.CRITICAL if gone is None else state.judge(NO_SEQUENCER_SECONDS, gone)
-        yield severity, {"without_leader_seconds": gone, "last_tick_seconds": now.tick_seconds}
+        waiting = _not_queued(state.run, now.snapshot) if severity else None
+        fact: Fact = {"without_leader_seconds": gone, "last_tick_seconds": now.tick_seconds}
+        yield severity, {**fact, "not_queued_messages": waiting}
 
 
 @CONDITIONS.declare(
@@ -183,6 +186,29 @@ FROM (
     (SELECT decided_at FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[]))
 ) AS unread
 """)
+_MOST_COUNTED: Final = 10_000
+# The committed messages that the last tick could not see, counted up to a limit, because they are in no queue and so in
+# no lag.
+_NOT_QUEUED: Final = Statement("""
+SELECT coalesce(sum(cardinality(log_ids)), 0)::bigint
+FROM (
+    (SELECT log_ids, decision FROM {schema}.op_log
+     WHERE xid >= %(xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot()) ORDER BY xid LIMIT %(most)s)
+    UNION ALL
+    (SELECT log_ids, decision FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[]) LIMIT %(most)s)
+) AS unread
+WHERE decision = 'C'
+""")
+
+
+def _not_queued(run: Executor, snapshot: str) -> int | str:
+    """Return how many committed messages are not in the `snapshot` of the last tick, such as 8 or "10000 or more"."""
+    seen = Snapshot.parse(snapshot)
+    given = {"xmax": str(seen.xmax), "xip": xids(seen.in_progress), "most": _MOST_COUNTED}
+    [count] = run.one(_NOT_QUEUED, given, prepare=False)
+    return f"{count} or more" if count >= _MOST_COUNTED else int(count)
+
+
 TICK_LATE_SECONDS: Final = Threshold(
     "tick_late_seconds",
     10,
@@ -203,7 +229,10 @@ TICK_LATE_SECONDS: Final = Threshold(
 def ticks_late(state: BrokerState) -> Iterator[Judged]:
     now = state.once(leadership)
     if now.leader is not None:
-        yield oldest_undelivered(state.run, state.thresholds, now.snapshot)
+        severity, fact = oldest_undelivered(state.run, state.thresholds, now.snapshot)
+        if severity:
+            fact = {**fact, "not_queued_messages": _not_queued(state.run, now.snapshot)}
+        yield severity, fact
         yield state.judge(TICK_LATE_SECONDS, now.overdue_seconds), {"waiting": "due", "seconds": now.overdue_seconds}
 
 
@@ -241,7 +270,7 @@ PASS_LATE_PERIODS: Final = Threshold(
 
 def late_passes(state: BrokerState) -> Iterator[Judged]:
     """Return all periodic passes but those that fail; those that have not started for long have a severity."""
-    notes = [one for one in state.once(failing) if one.part is ProcessPart.PASS]
+    notes = [one for one in state.once(failing) if one.part in (ProcessPart.PASS, ProcessPart.TASK)]
     for fact in state.facts(_PASSES):
         if not any(one.works_for(fact["pass"]) and one.works_for(fact["producer_group"]) for one in notes):
             periods = fact["last_run_seconds"] / max(fact["period_seconds"], 1.0)

@@ -15,7 +15,7 @@ from outbox.broker.celery import beat, bootstep
 from outbox.broker.celery.tasks import record_what_waits
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.publishing.celery_tasks import TransactionalTask, subscriber_task
-from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.periodic import tasks
 from outbox.contrib.django.worker.roles import known_roles, supervisor
 
 __all__ = ["TransactionalTask", "setup", "subscriber_task"]
@@ -32,4 +32,4 @@ def setup(app: Any) -> None:
     bootstep.install(app, supervisor, roles=known_roles)
     bootstep.flush_at_end(flush)
     record_what_waits(app)
-    beat.install(app, passes)
+    beat.install(app, tasks)

@@ -26,7 +26,8 @@ from outbox.contrib.django.models import RaisedCondition
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import asking, survey_project
-from outbox.errors import BrokerError
+from outbox.errors import BrokerError, BrokerUnavailable
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
     try:
         with asking() as run:
             seen = survey_project(run).verdict
+        heartbeat.reached(True)
     except BrokerError as error:
+        heartbeat.reached(not isinstance(error, BrokerUnavailable))
         seen = unusable(error)
     changes = _stored(seen, now)
     for change in changes:

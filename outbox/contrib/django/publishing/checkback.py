@@ -9,8 +9,9 @@ from outbox.checkback import CheckBack
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import BrokerError
+from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.transaction import CheckCounts
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,11 @@ def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None
     if not group:
         return True
     try:
-        return broker.take_turn(group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds)
+        is_mine = broker.take_turn(group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds)
+        heartbeat.reached(True)
+        return is_mine
     except BrokerError as error:
+        heartbeat.reached(not isinstance(error, BrokerUnavailable))
         logger.warning(
             "the broker does not answer which process should run %s, so this process runs it: %s", name, error
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from contextvars import ContextVar
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
@@ -68,6 +69,22 @@ def passes() -> list[PeriodicPass]:
     return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
 
 
+def tasks() -> list[PeriodicPass]:
+    """Return the same passes for Celery beat. Nothing calls `keep_notes` between two of these runs."""
+    return [replace(one, run=partial(_as_task, one.run)) for one in passes()]
+
+
+_part: Final = ContextVar("part", default=ProcessPart.PASS)
+
+
+def _as_task(run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    token = _part.set(ProcessPart.TASK)
+    try:
+        return run()
+    finally:
+        _part.reset(token)
+
+
 def _conditions() -> Mapping[str, Any]:
     # A Celery app may list the passes before Django has loaded the models that this module imports.
     from outbox.contrib.django.operations import raised
@@ -117,15 +134,22 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
         return work()
 
 
+def keep_notes() -> None:
+    """Refresh the notes about the passes that have failed in this process, which runs. Call it every few seconds."""
+    for note in list(_notes.values()):
+        note.keep()
+
+
 def end_notes() -> None:
     """End the notes about the passes that fail in this process, which ends. Its successor has notes of its own."""
     for note in list(_notes.values()):
         note.worked()
 
 
-_notes: Final[dict[tuple[BrokerDatabase, str], FailureNote]] = {}
+_notes: Final[dict[tuple[BrokerDatabase, ProcessPart, str], FailureNote]] = {}
 
 
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
     # A pass runs rarely, so even its first failure is recorded at once.
-    return _notes.setdefault((database, of), FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1))
+    part = _part.get()
+    return _notes.setdefault((database, part, of), FailureNote(database, part, of=of, in_a_row=1))

@@ -1,8 +1,9 @@
 """Liveness and readiness of a worker, from the heartbeats of its processes.
 
 The worker also serves liveness and readiness over HTTP, and what parts add (`hooks.add_served`). A worker is live if
-every process has a recent heartbeat. If a worker is not live, restart the worker. A worker is ready if every process
-can also reach the broker. Neither probe reads a database, so an unreachable database causes no restart.
+its first process runs and every process has a recent heartbeat. If a worker is not live, restart the worker. A worker
+is ready if every process can also reach the broker. Neither probe reads a database, so an unreachable database causes
+no restart.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from outbox import hooks
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, of_text, worst_first
 from outbox.contrib.django.operations.watching import is_authorized
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.worker.roles import SUFFIX, prepare_health_files
+from outbox.contrib.django.worker.roles import FIRST_PROCESS, SUFFIX, prepare_health_files
 from outbox.utils import heartbeat
+from outbox.utils.process_identity import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ def _not_live(hearts: Sequence[heartbeat.SignOfLife]) -> Iterator[Condition]:
             "no worker has started on this machine",
             "Start a worker. If a worker already runs, give this command the same HEALTH_DIRECTORY as the worker.",
         )
+    elif _has_ended():
+        yield of_text("worker_missing", Severity.CRITICAL, "the worker on this machine has ended", "Start the worker.")
     for heart in hearts:
         if not heart.is_alive(within_seconds=LIVE_SECONDS):
             said = f"{heart.name} has not written a heartbeat for {heart.age_seconds or 0:.0f} s"
@@ -81,6 +85,14 @@ def _not_live(hearts: Sequence[heartbeat.SignOfLife]) -> Iterator[Condition]:
 def _hearts() -> list[heartbeat.SignOfLife]:
     folder = get_settings().health_directory
     return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))] if folder else []
+
+
+def _has_ended() -> bool:
+    """Whether the worker has certainly ended. From another container, only old heartbeats show the end."""
+    try:
+        return has_ended((Path(get_settings().health_directory or "") / FIRST_PROCESS).read_text())
+    except OSError:
+        return False
 
 
 _PROBES: Final[Mapping[str, Callable[[], ConditionReport]]] = {"/live": live, "/ready": ready}

@@ -21,6 +21,7 @@ from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
+from outbox.utils.process_identity import process_identity
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 SHARED_LEAD: Final = "--shared-lead"
 
 SUFFIX: Final = ".heartbeat"
+# The file with the identity of the worker's first process. If this process ends, its other processes end too.
+FIRST_PROCESS: Final = "worker.process"
 
 
 class Role(StrEnum):
@@ -149,6 +152,7 @@ def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
         path.mkdir(parents=True, exist_ok=True)
     for left in (*Path(folder).glob(f"*{SUFFIX}"), *(one for path in shared.values() for one in Path(path).iterdir())):
         left.unlink(missing_ok=True)
+    (Path(folder) / FIRST_PROCESS).write_text(process_identity())
     variables = {}
     for name in names:
         path = Path(folder) / f"{name}{SUFFIX}"

@@ -23,7 +23,7 @@ from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inbo
 from outbox.contrib.django.subscribers.middleware import with_middleware, with_options
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
-from outbox.contrib.django.worker.periodic import end_notes, passes
+from outbox.contrib.django.worker.periodic import end_notes, keep_notes, passes
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
 from outbox.errors import BrokerUnavailable, OutboxError, ServiceUnavailable
 from outbox.ports import AnyHandler, Consumers
@@ -148,6 +148,7 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
                     began = time.monotonic()
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds
+            keep_notes()
             # Some passes use this thread's Django connections. Django renews the connections of a thread only at the
             # start of a request.
             close_old_connections()
