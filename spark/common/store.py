@@ -152,8 +152,8 @@ class Store:
         """At most `limit` findings of the result in force, for other programs. Each finding is one line of JSON with
         the name of its `run`. With `wanted`, only the findings for which `wanted` returns true.
 
-        The findings are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a
-        line separator in a key does not end a line. The method needs neither Java nor a database.
+        The most urgent findings come first, and acknowledged ones last. Times are ISO 8601 in UTC. The text is ASCII,
+        so that a line separator in a key does not end a line. The method needs neither Java nor a database.
         """
         result = self.result_in_force()
         for finding in islice(filter(wanted, self.rows(result["findings"])), limit):

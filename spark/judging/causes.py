@@ -1,7 +1,7 @@
 """The causes of findings. All findings with the same rule, class, group and detail have one cause.
 
 The detail of a MISMATCH, WRONG_EFFECT or WRONG_SUM is the name of the column that differs. The detail of an UNDELIVERED
-is the state of the delivery. The findings of other classes have no detail.
+is the state of the delivery, and that of a LOST on which groups have acted is _ACTED. Other findings have no detail.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pyspark.sql import functions as F
 from ..common.safe_text import mask_passwords
 from ..rules.rule import CLASSES, CLOSED, FindingClass, FindingSeverity
 from .detail import DELIVERY_TEXTS
-from .remedies import REMEDIES, TRACE, UUID
+from .remedies import ACTED, REMEDIES, TRACE, UUID, is_acted
 
 _SEVERITIES: Final = tuple(FindingSeverity)
 # The classes for which a plan has a step that `outbox_repair` applies.
 _MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
 # The classes whose detail is the column that differs.
 _BY_COLUMN: Final = (FindingClass.MISMATCH.value, FindingClass.WRONG_EFFECT.value, FindingClass.WRONG_SUM.value)
+_ACTED: Final = "with effects"
 # What `result.json` has of a cause, beside its class and its commands.
 _DESCRIBED: Final = (
     *("id", "rule", "group", "detail", "severity", "findings", "new", "acknowledged", "oldest", "subject", "meaning"),
@@ -39,6 +40,7 @@ def column() -> Column:
     return (
         F.when(F.col("class").isin(*_BY_COLUMN) & (F.size("mismatched") > 0), F.col("mismatched"))
         .when(F.col("class") == FindingClass.UNDELIVERED.value, of_delivery)
+        .when(is_acted(), F.array(F.lit(_ACTED)))
         .otherwise(F.array(F.lit("")))
     )
 
@@ -47,6 +49,8 @@ def _details(finding: Mapping[str, Any]) -> list[str]:
     """The same as `column`, for a finding that was read from the findings file."""
     if finding["class"] == FindingClass.UNDELIVERED.value:
         return [finding["delivery"] or ""]
+    if finding["class"] == FindingClass.LOST.value and finding.get("effects"):
+        return [_ACTED]
     return (finding["class"] in _BY_COLUMN and finding.get("mismatched")) or [""]
 
 
@@ -93,22 +97,16 @@ class Cause:
         """The cause in a few words, without its number of findings."""
         of_group = f", group {self.group}" if self.group else ""
         text = f"{self.finding_class} of rule {self.rule}{of_group}"
-        if self.finding_class in _BY_COLUMN and self.detail:
-            return f"{text}, column {self.detail}"
-        return (
-            f"{text}, delivery {self.detail or 'unknown'}" if self.finding_class == FindingClass.UNDELIVERED else text
-        )
+        if self.finding_class == FindingClass.UNDELIVERED:
+            return f"{text}, delivery {self.detail or 'unknown'}"
+        return f"{text}, {'column ' * (self.finding_class in _BY_COLUMN)}{self.detail}" if self.detail else text
 
     @property
     def meaning(self) -> str:
         """A sentence about the cause."""
-        meaning = REMEDIES[FindingClass(self.finding_class)].meaning
-        known = DELIVERY_TEXTS.get(self.detail, "")
-        return (
-            f"{meaning} The broker's view: {known}."
-            if self.finding_class == FindingClass.UNDELIVERED and known
-            else meaning
-        )
+        meaning = (ACTED if self.detail == _ACTED else REMEDIES[FindingClass(self.finding_class)]).meaning
+        known = self.finding_class == FindingClass.UNDELIVERED and DELIVERY_TEXTS.get(self.detail)
+        return f"{meaning} The broker's view: {known}." if known else meaning
 
 
 def ordered(causes: Iterable[Cause]) -> list[Cause]:
@@ -126,8 +124,18 @@ def _urgency(cause: Cause) -> tuple[Any, ...]:
     is_late = cause.finding_class == FindingClass.LATE.value
     return (
         cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new,
-        cause.finding_class not in _MENDABLE, CLASSES.index(FindingClass(cause.finding_class)), -cause.findings,
-        cause.rule, cause.group, cause.detail,
+        cause.finding_class not in _MENDABLE or cause.detail == _ACTED,
+        CLASSES.index(FindingClass(cause.finding_class)), -cause.findings, cause.rule, cause.group, cause.detail,
+    )  # fmt: skip
+
+
+def order() -> tuple[Column, ...]:
+    """The order of findings: that of their causes, as far as a finding alone shows it. Acknowledged ones come last."""
+    by_urgency = sorted(CLASSES, key=lambda name: (name is FindingClass.LATE, name.value not in _MENDABLE))
+    severity, place = (F.array(*(F.lit(name.value) for name in names)) for names in (_SEVERITIES, by_urgency))
+    return (
+        F.col("class").isin(*CLOSED), F.col("acknowledged").isNotNull(), F.array_position(severity, F.col("severity")),
+        F.array_position(place, F.col("class")), is_acted(), F.col("rule"), F.col("group"), F.col("key"),
     )  # fmt: skip
 
 
@@ -148,8 +156,8 @@ def described(
         listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"
         commands = _commands(cause, of_cause.get(cause.id, []), listing, output, rules) or [listing]
         known = {name: getattr(cause, name) for name in _DESCRIBED} | {"class": cause.finding_class}
-        commands = [] if cause.finding_class in CLOSED else commands
-        result.append({**known, "listing": listing, "commands": commands})
+        is_done = cause.finding_class in CLOSED or cause.findings == cause.acknowledged
+        result.append({**known, "listing": listing, "commands": [] if is_done else commands})
     return result
 
 
@@ -160,7 +168,7 @@ def _commands(cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str,
     topic = shlex.quote(example.get("topic") or "")
     message_id = example.get("message_id") or ""
     manage = "python manage.py"
-    if name in (FindingClass.LOST, FindingClass.HALF_STUCK):
+    if name in (FindingClass.LOST, FindingClass.HALF_STUCK) and cause.detail != _ACTED:
         given = f"--rules {shlex.quote(rules)} --output {shlex.quote(output)}"
         publisher = shlex.quote(f"{cause.rule}=MODULE.FUNCTION")
         publisher = f" --publisher {publisher}" if name is FindingClass.LOST else ""

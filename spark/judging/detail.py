@@ -32,51 +32,29 @@ def of(rule: Rule) -> Column:
     group, is_group = F.col("group"), F.col("group") != ""
     states = [F.when(F.col("delivery") == state, meaning) for state, meaning in DELIVERY_TEXTS.items()]
     delivery = F.coalesce(*states, F.lit("the group does not subscribe to the topic"))
-    effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
+    effects = F.when(acted != "", F.concat(F.lit("acted on by: "), acted))
     count = of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint")
     messages = F.when(F.col("committed") == 1, "one message").otherwise(F.format_string("%d messages", "committed"))
     # The rows that count have a time. A finding without such a row shows a row only if this row has no time.
     is_untimed = (F.col("rows") == 0) & F.col("row").isNotNull()
-    no_row = F.when(is_untimed, f"the row has no time ({rule.time} is null)")
-    no_subject = F.lit(" has no row and no message")
+    no_row = F.when(is_untimed, f"the row has no time ({rule.time} is null)").otherwise("no row satisfies the rule")
+    of_effect = F.concat(F.lit("an effect of "), group, F.lit(" has no committed message, and "), no_row)
+    of_message = F.concat_ws("; ", F.concat(no_row, F.lit(", but a message was sent")), effects)
+    doubled = F.format_string(
+        "messages: %d (the oldest %s, the newest %s), rows: %d", "committed", "oldest_id", "about.message_id", "rows"
+    )
     texts = {
-        "ORPHAN": F.when(
-            is_group,
-            F.concat(
-                F.lit("an effect of "), group, F.coalesce(F.concat(F.lit(" has no message; "), no_row), no_subject)
-            ),
-        ).otherwise(
-            F.concat_ws(
-                "; ",
-                F.concat(F.coalesce(no_row, F.lit("no row satisfies the rule")), F.lit(", but a message was sent")),
-                F.when(acted != "", effects),
-            )
-        ),
+        "ORPHAN": F.when(is_group, of_effect).otherwise(of_message),
         "HALF_STUCK": F.concat(
             F.when(F.col("parked") > 0, "the half message is parked: an operator must decide").otherwise(
                 "the half message is still undecided"
             ),
             _more("open_count", "undecided messages"),
         ),
-        "LOST": F.when(
-            acted != "",
-            F.concat(
-                F.lit(
-                    "no message has the row's key, but there are effects with this key: was the message sent under "
-                    "another key? "
-                ),
-                effects,
-            ),
-        ).otherwise("the row has no message"),
+        "LOST": F.concat_ws("; ", F.lit("the row has no committed message"), effects),
         "UNREADABLE": _unreadable(),
         "DUPLICATE": F.when(is_group, F.format_string("%d effects of %s by %s", count, messages, "group")).otherwise(
-            F.format_string(
-                "messages: %d (the oldest %s, the newest %s), rows: %d",
-                "committed",
-                "oldest_id",
-                "about.message_id",
-                "rows",
-            )
+            doubled
         ),
         "DEAD": F.concat(F.lit("given up by "), group, F.lit(" (dead letter)"), _more("dead_count", "dead letters")),
         "UNDELIVERED": F.concat(F.lit("no effect of "), group, F.lit(": "), delivery),
@@ -256,7 +234,8 @@ def _between(ours: Column, theirs: Column, where: str = "row") -> list[Column]:
 
 def _readable(value: Column, field: FieldRule) -> Column:
     if field.type in (FieldType.DECIMAL, FieldType.INTEGER):
-        text = F.regexp_replace(value, r"\.?0+$", "")
+        # A cast to a text would write 0 as 0E-12.
+        text = F.call_function("format_number", value.try_cast(NUMBER), F.lit("0.############"))
         return F.coalesce(*(F.when(value == str(place), names[0]) for place, names in NOT_FINITE.items()), text)
     if field.tolerance is not None:
         # A time with a tolerance is compared in seconds.

@@ -15,6 +15,11 @@ UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
 # The command that shows the way of a message.
 TRACE: Final = "python manage.py outbox_message show {message_id}"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"
+# The end of the remedies that let a handler run again.
+_REDELIVER: Final = (
+    "`python manage.py outbox_message redeliver {message_id} --group {group}`. The handler then runs as a whole, so "
+    "messages that it publishes are published a second time."
+)
 # The columns of a finding that a remedy may contain in braces, each with the pattern of a safe value.
 _FILLED: Final = {"message_id": UUID, "transaction_id": UUID, "group": _NAME, "topic": _NAME}
 
@@ -45,7 +50,7 @@ REMEDIES: Final = {
         "there, the same command with rollback. If the command says that the ledger proves no outcome, add --force.",
     ),
     FindingClass.LOST: Remedy(
-        "A business row without any message: no subscriber gets it.",
+        "A business row without a committed message: no subscriber gets it.",
         "was the row written without the outbox (SQL by hand, a bulk import, a restore)? Was its message rolled back, "
         "or sent under another key (then there is an ORPHAN with that key)?",
         "publish the message again from the row (`outbox-reconcile plan`, then `python manage.py outbox_repair`). "
@@ -73,9 +78,8 @@ REMEDIES: Final = {
         "A consumer group shows no effect within the limit of the group.",
         "does the group run, lag or make no progress (`python manage.py outbox_group offsets {group}`)? The finding "
         "shows how far the message got.",
-        "start or resume the group's consumers. If the group has passed the message, its handler wrote no effect: "
-        "`python manage.py outbox_message redeliver {message_id} --group {group}` delivers this message to this group "
-        "again.",
+        "start or resume the group's consumers. If the group has passed the message, its handler wrote no effect: let "
+        f"this group handle it again, with {_REDELIVER}",
     ),
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
@@ -90,13 +94,13 @@ REMEDIES: Final = {
         "which release of the handler wrote the effect, and was the effect edited later? Both values are in the "
         "finding. `{trace}`",
         "correct the handler, and correct the effect. To let the handler write it anew, remove the effect, then "
-        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
+        f"{_REDELIVER}",
     ),
     FindingClass.WRONG_SUM: Remedy(
         "The effects of a message do not add up to the value of the message.",
         "did a part fail, or did a retry write a part twice? Sum and value are in the finding. `{trace}`",
         "write the missing part, or undo the surplus part. If the handler writes all parts, remove them, then "
-        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
+        f"{_REDELIVER}",
     ),
     FindingClass.EARLY: Remedy(
         "An effect is older than its business row, or than the time for which its message was delayed. Either the "
@@ -105,8 +109,7 @@ REMEDIES: Final = {
         "later, or is a local time without its offset. Else: did other code write the effect, such as an import or a "
         "direct call of the handler? Do the clocks of the servers agree? `{trace}`",
         "correct a wrong time of the row; if only the clocks differ, raise the rule's grace. In both cases the effect "
-        "is right. Otherwise undo the effect, then "
-        "`python manage.py outbox_message redeliver {message_id} --group {group}`.",
+        f"is right. Otherwise undo the effect, then {_REDELIVER}",
     ),
     FindingClass.LATE: Remedy(
         "The message or the effect exists, but it is later than the limit that the rule declares.",
@@ -127,15 +130,28 @@ REMEDIES: Final = {
     ),
 }
 
+ACTED: Final = Remedy(
+    "A business row without a committed message, although groups have acted on its key.",
+    "was the message removed from the broker, or sent under another key (then there is an ORPHAN with that key)?",
+    "do not publish the row again: the message would have another id, so these groups would act twice. Correct missing "
+    "effects of other groups by hand, then `[[acknowledge]]` the finding.",
+)
+
+
+def is_acted() -> Column:
+    """Whether a finding is a LOST with effects, which has the remedy ACTED."""
+    return (F.col("class") == FindingClass.LOST.value) & (F.col("effects") > 0)
+
 
 def with_remedies(findings: DataFrame) -> DataFrame:
     """Add the column `remedy` to the findings. The commands in a remedy contain the ids of its finding."""
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
-    for name, known in REMEDIES.items():
+    of_classes = [(F.col("class") == name.value, known) for name, known in REMEDIES.items()]
+    for applies, known in (*of_classes, (is_acted(), ACTED)):
         steps = f"Check first: {known.check} Then: {known.settle}"
         text = F.when(is_traceable, steps.replace("{trace}", TRACE)).otherwise(steps.replace(" `{trace}`", ""))
-        remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
+        remedy = F.when(applies, text).otherwise(remedy)
     # People copy a command into a shell. So only values that are certainly ids or names go into a command.
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))

@@ -45,8 +45,8 @@ _ACTIONS: Final = {
 
 
 def lines(output: str, rules: Rules, limit: int | None = None) -> Iterator[str]:
-    """The lines of the plan for the result in `output`: the head, then a step per open finding, in ASCII. At most
-    `limit` steps.
+    """The lines of the plan for the result in `output`: the head, then a step per open finding, in ASCII, the most
+    urgent first. At most `limit` steps.
 
     Raises UsageProblem if `output` has no result.
     """
@@ -114,6 +114,8 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
         return f"{finding['class']} is only reported. {finding['remedy'] or ''}".rstrip()
     if finding["acknowledged"]:
         return f"acknowledged: {finding['acknowledged']}"
+    if finding["class"] == FindingClass.LOST.value and finding["effects"]:
+        return f"groups have acted on this key. {finding['remedy']}"
     if rule is None:
         return "the rule was removed from the rules file or changed after the run: run the reconciliation again"
     if finding["class"] == FindingClass.DEAD.value and not finding["message_id"]:

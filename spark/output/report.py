@@ -18,7 +18,7 @@ from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import TRACE
-from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
+from ..rules.rule import CLASSES, CLOSED, FAULTS
 from . import summary
 
 # The causes that the page lists, with their findings. `result.json` has all.
@@ -168,12 +168,13 @@ def _look_back_text(rule: Mapping[str, Any]) -> str:
 def _counts(result: Mapping[str, Any]) -> str:
     shown = [name for name in CLASSES if name in _ALWAYS or result["totals"][name.value]]
     head = "".join(f"<th class='n'>{name.value}</th>" for name in shown)
-    rows = []
+    rows, urgent = [], {(cause["rule"], cause["group"], cause["class"]) for cause in summary.urgent(result)}
     for rule in result["rules"]:
         for place, (group, counts) in enumerate([("", rule["counts"]), *rule["groups"].items()]):
             path = f"{_text(rule['table'])} → {_text(rule['topic'])}"
             label = f"<b>{_text(rule['name'])}</b> <span class='dim'>{path}</span>"
-            cells = "".join(_number(counts[name.value], "n fault" if name in FAULTS else "n") for name in shown)
+            red = [name for name in shown if (rule["name"], group, name.value) in urgent]
+            cells = "".join(_number(counts[name.value], "n fault" if name in red else "n") for name in shown)
             name = "message" if not place else f"group {_text(group)}"
             rows.append(f"<tr><td>{label if not place else ''}</td><td>{name}</td>{cells}</tr>")
     return (
@@ -182,14 +183,7 @@ def _counts(result: Mapping[str, Any]) -> str:
     )
 
 
-_ALWAYS: Final = (
-    FindingClass.LOST,
-    FindingClass.ORPHAN,
-    FindingClass.UNDELIVERED,
-    FindingClass.MISMATCH,
-    FindingClass.PENDING,
-    FindingClass.OK,
-)
+_ALWAYS: Final = ("LOST", "ORPHAN", "UNDELIVERED", "MISMATCH", "PENDING", "OK")
 
 
 def _boundary(result: Mapping[str, Any]) -> str:
@@ -240,28 +234,29 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> 
         if (listed := by_cause.get(cause["id"])) is None:
             continue
         rows = "".join(f"<tbody>{_finding(each)}{_more(each)}</tbody>" for each in listed)
-        sections.append(
-            f"{_cause_head(cause, listed)}<div class='wide'><table class='found'>{head}{rows}</table></div>"
-        )
+        title, text = _cause_head(cause, listed)
+        text += f"<div class='wide'><table class='found'>{head}{rows}</table></div>"
+        is_folded = cause["findings"] == cause["acknowledged"]
+        sections.append(f"<details><summary>{title}</summary>{text}</details>" if is_folded else title + text)
     return (
         f"<section><h2>Findings</h2>{''.join(sections)}<p class='dim'>All findings with all columns: "
         f"<code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p></section>"
     )
 
 
-def _cause_head(cause: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> str:
-    """The heading of a cause with its remedy, which names the ids of the oldest finding, and its commands."""
+def _cause_head(cause: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The heading of a cause, and its remedy, which names the ids of the oldest finding, with its commands."""
     oldest = listed[0]
-    remedy = "" if cause["class"] in CLOSED else oldest["remedy"] or ""
+    remedy = oldest["remedy"] or "" if cause["commands"] else ""
     has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
     of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
     commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
     rest = f"{commands}<p class='dim'>{len(listed)} shown, the oldest first.{of_several} All: "
     return (
         f"<h3 id='c-{cause['id']}'><i class='mark c-{cause['class']}'></i>{_text(cause['subject'])} "
-        f"<span class='dim'>{summary.counted(cause)}</span></h3><p class='dim'>{_text(cause['meaning'])}</p>"
-        f"<div class='remedy'>{_remedy(remedy)}</div>"
-        f"{rest}<code>{_text(cause['listing'])}</code></p>"
+        f"<span class='dim'>{summary.counted(cause)}</span></h3>",
+        f"<p class='dim'>{_text(cause['meaning'])}</p><div class='remedy'>{_remedy(remedy)}</div>"
+        f"{rest}<code>{_text(cause['listing'])}</code></p>",
     )
 
 

@@ -40,10 +40,13 @@ def compose(
         for counts in judged.counts.values():
             for name, count in counts.items():
                 totals[name] += count
-    faults = sum(totals[name.value] for name in FAULTS) - found.acknowledged
+    left = {name.value: totals[name.value] for name in FAULTS}
+    for cause in found.causes:
+        left[cause.finding_class] = left.get(cause.finding_class, 0) - cause.first_acknowledged
+    faults = sum(left.values())
     options, finished = job.options, datetime.now(UTC).isoformat()
     earlier = [] if previous is None else previous.get("last_runs", [])
-    this = {"finished_at": finished, "open": {name.value: totals[name] for name in FAULTS if totals[name]}}
+    this = {"finished_at": finished, "open": {name: count for name, count in left.items() if count}}
     return {
         "version": 1,
         "title": job.rules.title,

@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
@@ -352,7 +352,8 @@ def _acknowledgement(table: TomlTable, rules: Sequence[str]) -> Acknowledgement:
         table.problem("class", "missing", 'write class = "LATE"')
     moment = _end_of(until)
     if moment is None:
-        table.problem("until", f"not a date: {until!r}", "write until = 2025-12-31 (to the end of that day, UTC)")
+        problem = "missing" if until is None else f"not a date: {until!r}"
+        table.problem("until", problem, "write until = 2025-12-31 (to the end of that day, UTC)")
     return Acknowledgement(
         rule=rule,
         key=table.required("key"),
@@ -368,7 +369,7 @@ def _end_of(value: object) -> datetime | None:
     if isinstance(value, datetime):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value
     if isinstance(value, date):
-        return datetime.combine(value + timedelta(days=1), time(), UTC)
+        return datetime.combine(value, time.max, UTC)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime, time, timedelta
 from typing import Final
 
 
@@ -268,7 +268,8 @@ class Acknowledgement:
     @property
     def text(self) -> str:
         """The text of the acknowledgement in a finding: author, end and reason."""
-        return f"by {self.by} until {self.until.isoformat()}: {self.reason}"
+        until = self.until.date() if self.until.time() == time.max else self.until
+        return f"by {self.by} until {until.isoformat()}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import reduce
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
@@ -248,6 +249,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
 
     docs/reconciliation/findings.md describes them.
     """
+    acted = reduce(Column.__add__, (F.col(f"effects_{number}") for number in range(len(rule.groups))), F.lit(0))
     columns: dict[str, Column] = {
         "rule": F.lit(rule.name),
         "table": F.lit(rule.table),
@@ -258,7 +260,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         "row_at": F.when(F.col("rows") > 0, F.col("row_at")),
         "effect_at": detail.of_group(rule, lambda number, _: F.col(f"effect_at_{number}")).cast("timestamp"),
         "messages": F.col("committed"),
-        "effects": detail.of_group(rule, lambda number, _: F.col(f"effects_{number}")).cast("bigint"),
+        "effects": detail.of_group(rule, lambda number, _: F.col(f"effects_{number}"), acted).cast("bigint"),
         "row": F.col("row.json"),
         "evidence": _evidence(rule),
         "values": _values(rule),

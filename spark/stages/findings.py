@@ -106,9 +106,7 @@ def _write(
     found = with_remedies(with_acknowledgements(found, in_force))
     # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
     # findings twice.
-    ordered = (
-        found.select(*columns_of(FINDINGS_SCHEMA)).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
-    )
+    ordered = found.select(*columns_of(FINDINGS_SCHEMA)).repartition(1).sortWithinPartitions(*causes.order())
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
     by_cause = causes_of(written)

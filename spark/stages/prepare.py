@@ -67,8 +67,8 @@ def prepare(
         source.check_finite(contract.rows(rule), window.since)
     notes += of_groups + [_WITHOUT[view] for view in missing]
     notes += [
-        f"the acknowledgement of {each.finding_class} {each.key!r} by {each.by} ended at {each.until.isoformat()}: the "
-        f"finding counts again. Remove the acknowledgement, or give it another until"
+        f"the acknowledgement of {each.finding_class} {each.key!r} has ended ({each.text}): the finding counts again. "
+        f"Remove the acknowledgement, or give it another until"
         for each in job.rules.acknowledged
         if each.rule == rule.name and each.until <= job.started
     ]

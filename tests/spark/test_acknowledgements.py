@@ -44,9 +44,11 @@ def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, wo
     reconcile.rules(text=RULES.format(extra="", groups=KNOWN.format(until="2020-01-01")))
     first = reconcile.run(metrics=tmp_path / "outbox.prom")
     assert (first["status"], first["faults"], first["new_faults"], first["acknowledged"]) == ("findings", 1, 1, 1)
-    assert "acknowledgement of LOST '2' by bob ended at 2020-01-02" in first["rules"][0]["notes"][0]
+    assert (
+        "acknowledgement of LOST '2' has ended (by bob until 2020-01-01: sent by hand)" in first["rules"][0]["notes"][0]
+    )
     shown = {row["key"]: row["acknowledged"] for row in reconcile.rows(first)}
-    assert shown == {"1": "by ann until 3000-01-01T00:00:00+00:00: the broker was down", "2": None}
+    assert shown == {"1": "by ann until 2999-12-31: the broker was down", "2": None}
     metrics = (tmp_path / "outbox.prom").read_text()
     assert all(
         f'outbox_reconcile_{name}{{rules="reconcile"}} 1\n' in metrics for name in ("new_faults", "acknowledged")
@@ -55,9 +57,10 @@ def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, wo
     second = reconcile.run()
     assert (second["status"], second["faults"], second["new_faults"], second["acknowledged"]) == ("clean", 0, 0, 2)
     assert pipeline.exit_code(second) == 0
+    assert [each["open"] for each in second["last_runs"]] == [{"LOST": 1}, {}]
     assert {name: second["totals"][name] for name in ("LATE", "LOST")} == {"LATE": 1, "LOST": 1}, "classified as ever"
     report = (reconcile.folder / "out" / "report.html").read_text()
-    assert "by bob until 2999-01-02T00:00:00+00:00: sent by hand" in report
+    assert "by bob until 2999-01-01: sent by hand" in report
     assert second["rules"][0]["rows_read"] < first["rules"][0]["rows_read"], "no rule has changed"
 
 
@@ -77,3 +80,21 @@ def test_an_acknowledgement_says_who_and_why_and_until_when() -> None:
         "by: missing",
     ):
         assert expected in problems
+
+
+ENVIRONMENT = {"RECONCILE_APP": "", "RECONCILE_BROKER": ""}
+
+
+def test_a_missing_end_is_called_missing() -> None:
+    text = RULES.format(extra="", groups=KNOWN.format(until="2020-01-01").replace("until = 2999-12-31\n", ""))
+    with pytest.raises(RulesInvalid) as raised:
+        rules_file.parse(text, environment=ENVIRONMENT)
+    assert raised.value.problems == [
+        "acknowledge[1].until: missing; write until = 2025-12-31 (to the end of that day, UTC)."
+    ]
+
+
+@pytest.mark.parametrize("until", ["9999-12-31", "2027-02-01T00:00:00+00:00"])
+def test_the_end_is_shown_as_it_was_declared(until: str) -> None:
+    text = RULES.format(extra="", groups=KNOWN.format(until=until))
+    assert rules_file.parse(text, environment=ENVIRONMENT).acknowledged[1].text == f"by bob until {until}: sent by hand"

@@ -144,3 +144,6 @@ def test_what_cannot_be_compared_is_an_error_of_the_rules(old: str, new: str, sa
 
 def test_each_class_has_a_remedy() -> None:
     assert set(FAULTS) <= set(REMEDIES)
+    again = [known.settle for known in REMEDIES.values() if "redeliver" in known.settle]
+    assert len(again) == 4
+    assert all("messages that it publishes are published a second time" in settle for settle in again)

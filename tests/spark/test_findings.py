@@ -17,6 +17,7 @@ from spark import cli
 from spark.common.errors import UsageProblem
 from spark.common.store import Store
 from spark.judging import causes
+from spark.judging.remedies import with_remedies
 from spark.stages.findings import FINDINGS_SCHEMA, causes_of
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
@@ -70,6 +71,30 @@ def test_a_mismatch_in_several_columns_has_a_cause_for_each(spark_session: Spark
     read = {"rule": "<rule>", "class": "MISMATCH", "group": "", "delivery": None, "mismatched": both}
     assert causes.ids_of(read) == [first.id, second.id]
     assert causes.ids_of({**read, "mismatched": None}) == [causes.id_of("<rule>", "MISMATCH", "", "")]
+
+
+def test_a_lost_row_on_which_groups_have_acted_is_not_published_again(spark_session: SparkSession) -> None:
+    """It is a cause of its own, and comes after the rows that a repair can publish."""
+    shared = {"rule": "orders", "group": "", "severity": "critical"}
+    found = [
+        {**shared, "class": "LATE", "key": "1"},
+        {**shared, "class": "LOST", "key": "2", "effects": 2},
+        {**shared, "class": "LOST", "key": "3", "effects": 0},
+        {**shared, "class": "LOST", "key": "4", "effects": 0, "acknowledged": "by ada"},
+        {**shared, "class": "RECOVERED", "key": "5", "was": "LOST"},
+        {**shared, "class": "ORPHAN", "key": "6", "effects": 1, "severity": "warning"},
+    ]
+    frame = spark_session.createDataFrame(found, FINDINGS_SCHEMA).drop("remedy")
+    ordered = with_remedies(frame).coalesce(1).sortWithinPartitions(*causes.order())
+    rows = {row["key"]: row.asDict() for row in ordered.collect()}
+    assert list(rows) == ["3", "2", "1", "6", "4", "5"]
+    assert "do not publish the row again" in rows["2"]["remedy"] and "outbox_repair" in rows["3"]["remedy"]
+    assert "outbox_repair" not in rows["2"]["remedy"]
+    first, *_, last = [each for each in causes_of(frame) if each.finding_class == "LOST"]
+    assert (first.subject, first.findings) == ("LOST of rule orders", 2)
+    assert (last.subject, last.findings) == ("LOST of rule orders, with effects", 1)
+    assert "groups have acted on its key" in last.meaning
+    assert causes.ids_of(rows["2"]) == [last.id] and causes.ids_of(rows["3"]) == [first.id]
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from spark.judging import detail, evidence
 from spark.output import plan, report
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType, Rule
+from spark.sources.values import NOT_FINITE, NUMBER
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -25,6 +26,22 @@ pytestmark = pytest.mark.timeout(300)
 WITHOUT_OFFSET = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9.]+)?(?![0-9:.]*(Z|[+-][0-9]{2}:))")
 # Their values differ from those of order 5: else one of them would be taken for its row, under a changed key.
 LOST = [number for number in range(20, 44) if number % 7 != 5][:20]
+
+
+@pytest.mark.parametrize("ansi", ["true", "false"])
+def test_numbers_are_shown_plainly(spark_session: SparkSession, ansi: str) -> None:
+    """In a session without ANSI, a cast writes some as 0E-12 and 1.00E-10."""
+    field = FieldRule(column="total", body="total", type=FieldType.DECIMAL)
+    texts = ["0", "0.0000000001", "0.000000000001", "12.5", "100", "-0.05", f"{'8' * 26}.{'1' * 12}", "nan"]
+    values = F.coalesce(F.col("value").try_cast(NUMBER), F.lit(next(reversed(NOT_FINITE))).cast(NUMBER)).cast("string")
+    frame = spark_session.createDataFrame([(text,) for text in texts], "value string")
+    before = str(spark_session.conf.get("spark.sql.ansi.enabled"))
+    spark_session.conf.set("spark.sql.ansi.enabled", ansi)
+    try:
+        shown = [row[0] for row in frame.select(detail._readable(values, field)).collect()]
+    finally:
+        spark_session.conf.set("spark.sql.ansi.enabled", before)
+    assert shown == texts
 
 
 @pytest.mark.slow

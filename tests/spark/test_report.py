@@ -192,8 +192,9 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
 
 def test_what_a_repair_can_mend_comes_before_what_a_person_must_judge() -> None:
     counts = [counted("ORPHAN", findings=3), counted("LOST"), counted("HALF_STUCK"), counted("LATE"), counted("DEAD")]
-    shown = [cause["class"] for cause in summary.urgent({"causes": described(counts)})]
-    assert shown == ["HALF_STUCK", "LOST", "DEAD", "ORPHAN", "LATE"]
+    counts.append(counted("LOST", "with effects"))
+    shown = [cause["subject"].replace(" of rule <rule>", "") for cause in summary.urgent({"causes": described(counts)})]
+    assert shown == ["HALF_STUCK", "LOST", "DEAD", "ORPHAN", "LOST, with effects", "LATE"]
 
 
 def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
@@ -221,9 +222,23 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     assert [cause["class"] for cause in summary.urgent(found)] == ["LOST", "DEAD", "MISMATCH", "LATE", "DUPLICATE"]
 
     printed = summary.lines(found)
-    assert printed[0].startswith("1. LOST of rule <rule>: 5 (5 new). A business row without any message")
+    assert printed[0].startswith("1. LOST of rule <rule>: 5 (5 new). A business row without a committed message")
     assert "Further causes in the report: 2." in printed and printed[-1].startswith("Judged up to")
     assert summary.lines(result()) == [summary.boundary(result())], "a clean run prints its boundary only"
+
+
+def test_a_clean_page_folds_what_is_acknowledged_and_shows_no_command_for_it() -> None:
+    known = counted("LOST", findings=2, new=0, acknowledged=2)
+    found = {**result(LOST=2), "status": "clean", "faults": 0, "causes": described([known])}
+    listed = {**finding("1"), "class": "LOST", "cause": known.id, "remedy": "look Then: publish it"}
+    text = report.render(found, [listed])
+    assert re.search(f"<details><summary><h3 id='c-{known.id}'>.*</h3></summary>.*<table class='found'>", text)
+    assert "n fault" not in text and "publish it" not in text and "outbox_repair" not in text
+    assert found["causes"][0]["commands"] == []
+    # With an open cause, only this one's count is red.
+    found = {**result(LOST=2, ORPHAN=1), "causes": described([known, counted("ORPHAN")])}
+    text = report.render(found, [listed, {**listed, "class": "ORPHAN", "cause": counted("ORPHAN").id}])
+    assert text.count("n fault") == 1 and text.index("ORPHAN of rule") < text.index("<details><summary><h3")
 
 
 def test_a_boundary_that_lags_names_the_database_and_the_reason() -> None:
@@ -281,6 +296,8 @@ def test_the_commands_fit_the_cause() -> None:
             for one in (oldest["message_id"], other)
         ),
     ]
+    (listed,) = commands(counted("LOST", "with effects"))
+    assert listed.startswith("outbox-reconcile findings "), "to publish it again would repeat the effects"
     assert commands(counted("DEAD", **group))[1] == (
         "python manage.py outbox_dead_letter replay logistics --topic order.paid"
     )

@@ -134,6 +134,8 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
     details = {subject: row["detail"] for subject, row in by_class.items()}
     unreadable, duplicate = by_class["UNREADABLE", ""], by_class["DUPLICATE", ""]
     assert details["LATE", ""] == "the message was committed 1:00:00.005 after the row's time; the limit is 0:05:00"
+    assert details["ORPHAN", "cart"] == "an effect of cart has no committed message, and no row satisfies the rule"
+    assert details["LOST", ""] == "the row has no committed message; acted on by: logistics, points, cart"
     assert details["LATE", "points"] == "the effect of points came 1:00:01 after it was due; the limit is 0:10:00"
     assert details["UNREADABLE", ""] == (
         f"message {unreadable['message_id']}: the body is not JSON: "

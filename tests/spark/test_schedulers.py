@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -65,6 +66,31 @@ def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path, num
     assert done.stdout == f"findings: 1 ORPHAN, 4 OK. Report: {tmp_path}/reconcile/report.html\n"
     assert json.loads((tmp_path / "reconcile" / "result.json").read_text())["faults"] == 1
     assert (tmp_path / "node_exporter" / "outbox_reconcile_reconcile.prom").exists()
+
+
+def test_a_line_that_finds_the_lock_taken_leaves_the_log_of_the_run(tmp_path: Path) -> None:
+    """Each line opens the log under the lock: the first ends without a word, the nightly one waits."""
+    variables, commands = crontab(tmp_path)
+    (tmp_path / "reconcile.env").touch()
+    command = tmp_path / "bin" / "outbox-reconcile"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\necho findings\nexit 1\n")
+    command.chmod(0o755)
+    given: Any = {
+        "env": {**variables, "PATH": f"{command.parent}:/usr/bin:/bin"},
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }
+    log = tmp_path / "reconcile.log"
+    log.write_text("of the run under way\n")
+    with (tmp_path / "reconcile.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = subprocess.run(["/bin/sh", "-c", commands[0]], check=False, **given)
+        nightly = subprocess.Popen(["/bin/sh", "-c", commands[1]], **given)
+        with pytest.raises(subprocess.TimeoutExpired):
+            nightly.wait(0.5)
+        assert (done.stdout, log.read_text()) == ("", "of the run under way\n")
+    assert (nightly.communicate()[0], log.read_text()) == ("findings\n", "findings\n")
 
 
 def crontab(folder: Path) -> tuple[Mapping[str, str], list[str]]:

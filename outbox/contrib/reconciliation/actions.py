@@ -88,7 +88,7 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
     "LOST": (
         "A business row has no message, so no subscriber knows about the row.",
         "Find the code that writes the row without publishing, and correct the code. Publish a message for the row "
-        "with `outbox-reconcile plan` and `outbox_repair`.",
+        "with `outbox-reconcile plan` and `outbox_repair`, unless groups have acted on the row: they would act twice.",
     ),
     "ORPHAN": (
         "A committed message or an effect has no business row.",

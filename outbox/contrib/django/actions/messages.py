@@ -335,8 +335,8 @@ def _redeliver(values: Values) -> ActionPlan:
         subject=f"messages {message_id}",
         effect=f"Deliver message {message_id} again to group {group}, and to no other group. The group handles it even "
         "if it is in the group's inbox.",
-        caution="If the effect of the message exists, it happens a second time. The order of the message's key is not "
-        "kept.",
+        caution="If the effect of the message exists, it happens a second time. Messages that the handler publishes "
+        "are published a second time. The order of the message's key is not kept.",
         dangerous=True,
         do=do,
     )
