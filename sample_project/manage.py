@@ -13,8 +13,9 @@ def main() -> None:
 
     from sample_project import server
 
-    server.start()
-    server.create_databases()
+    if server.is_needed():
+        server.start()
+        server.create_databases()
     execute_from_command_line(sys.argv)
 
 

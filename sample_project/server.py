@@ -16,6 +16,8 @@ from outbox.broker import embedded
 
 DIRECTORY_VARIABLE: Final = "OUTBOX_DEMO_DIR"
 PREFIX_VARIABLE: Final = "SAMPLE_DATABASE_PREFIX"
+APPLICATION_VARIABLE: Final = "APPLICATION_URL"
+BROKER_VARIABLE: Final = "OUTBOX_BROKER_URL"
 _PREFIX: Final = os.environ.get(PREFIX_VARIABLE, "outbox_sample")
 ORDERS: Final = f"{_PREFIX}_orders"
 BROKER: Final = f"{_PREFIX}_broker"
@@ -29,6 +31,11 @@ def directory() -> Path:
     """The folder of the sample's database, logs and other files."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return Path(named).resolve() if named else Path(__file__).resolve().parent.parent / "var"
+
+
+def is_needed() -> bool:
+    """Whether the sample uses databases of its own, and not those that $APPLICATION_URL and $OUTBOX_BROKER_URL name."""
+    return APPLICATION_VARIABLE not in os.environ
 
 
 def start() -> str:
@@ -47,8 +54,14 @@ def url() -> str:
 
 def create_databases() -> None:
     """Create the databases of the sample that do not exist yet."""
-    for name in (ORDERS, BROKER, CELERY):
-        embedded.create_database(url(), name)
+    try:
+        for name in (ORDERS, BROKER, CELERY):
+            embedded.create_database(url(), name)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SystemExit(
+            f"{embedded.URL_VARIABLE}: {str(error).strip()}. Let this login create databases, or name databases of "
+            f"your own in {APPLICATION_VARIABLE} and {BROKER_VARIABLE} (sample_project/README.md)."
+        ) from None
 
 
 def create_queues() -> None:

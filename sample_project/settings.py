@@ -2,13 +2,14 @@
 
 Environment variables, all optional:
 SAMPLE_PATH=atomic              the broker is in the orders database, publishing takes the atomic path
-OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
+OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one; its login creates databases
+APPLICATION_URL, OUTBOX_BROKER_URL, LISTEN_URL   as in deploy/settings.py: databases that exist; no server is started
 OUTBOX_DEMO_DIR                 the folder of the embedded server and the logs (default: var/ of the checkout)
 SAMPLE_BIND                     the site's address (default: 127.0.0.1:8000)
 SAMPLE_PAYMENT_PROVIDER         the payment provider (default: http://127.0.0.1:8010, see provider.py)
 SAMPLE_LEASE_SECONDS            the lease of a queue and of a message in payment (default 10)
 SAMPLE_ORDER_PAID=1             the code from before version 2 of the event order.paid
-SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
+SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of the sample's server)
 SAMPLE_CHECK_INTERVAL_SECONDS   the interval of beat's check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
 SAMPLE_RECONCILE_OUTPUT         the folder of outbox-reconcile's report (default: reconcile)
@@ -96,9 +97,11 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 _SERVER = server.url()
 _KEPT_OPEN = {"CONN_MAX_AGE": 60, "CONN_HEALTH_CHECKS": True}
-DATABASES = {"default": database_from_url(database_url(_SERVER, server.ORDERS), **_KEPT_OPEN)}
+_APPLICATION = os.environ.get(server.APPLICATION_VARIABLE) or database_url(_SERVER, server.ORDERS)
+DATABASES = {"default": database_from_url(_APPLICATION, **_KEPT_OPEN)}
 if SAMPLE_PATH == "two-phase":
-    DATABASES["broker"] = database_from_url(database_url(_SERVER, server.BROKER), **_KEPT_OPEN)
+    _BROKER = database_url(_SERVER, server.BROKER) if server.is_needed() else os.environ[server.BROKER_VARIABLE]
+    DATABASES["broker"] = database_from_url(_BROKER, **_KEPT_OPEN)
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 OUTBOX: dict[str, Any] = {
@@ -118,6 +121,8 @@ OUTBOX: dict[str, Any] = {
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
 }
+if not server.is_needed() and "LISTEN_URL" in os.environ:
+    OUTBOX["LISTEN_URL"] = os.environ["LISTEN_URL"]
 
 # Mails are printed, so they are in the worker's log.
 EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"

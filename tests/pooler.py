@@ -95,8 +95,8 @@ class Pooler:
         self._folder = folder
         self._settings = folder / "pgbouncer.ini"
         given = conninfo_to_dict(url)
-        self._run_as = Path(str(given["host"])).owner()
-        let_in(url, self._run_as)
+        self.user = Path(str(given["host"])).owner()
+        let_in(url, self.user)
         # It refuses to run as root, so it runs as the server's user, who may enter the folder of its socket.
         let_through(folder)
         user = str(given.get("user", "postgres"))
@@ -112,7 +112,7 @@ class Pooler:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         with (self._folder / "log").open("ab") as log:
-            command = [self._program, "-u", self._run_as, str(self._settings)]
+            command = [self._program, "-u", self.user, str(self._settings)]
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         eventually(self._answers, what=self.log)
 

@@ -40,6 +40,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import COUNT_SECONDS, summaries
+from outbox.broker.schema.refusals import next_step
 from outbox.broker.sequencer.fifo import NEWEST_PARKED, READ_FIFO, Plan, plan_of, released_by_parking
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.leader_lease import DEFAULT_TERM_SECONDS, LeaderLease
@@ -319,7 +320,7 @@ class LeadingConsumer(Leader):
         logger.warning(
             "sequencing in a consumer process is interrupted, trying again in %.1f s: %s",
             pause,
-            shown_text(error) or class_name(error),
+            (shown_text(error) or class_name(error)) + next_step(error),
             exc_info=None if expected else printable(error),
         )
 

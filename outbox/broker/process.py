@@ -16,6 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements
 from outbox.broker.leading import Leader, LeaderSettings
 from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import next_step
 from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
 from outbox.utils import heartbeat
 from outbox.utils.backoff import Backoff
@@ -38,7 +39,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
         try:
             _serve(database, stop, owner, leader)
         except (psycopg.Error, BrokerUnavailable, SchemaError, ConfigurationError) as error:
-            problem = str(error).strip()
+            problem = f"{str(error).strip()}{next_step(error)}"
             leader.note.failed(error)
         except Exception as error:
             logger.error("the broker process failed", exc_info=printable(error))

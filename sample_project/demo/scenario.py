@@ -117,6 +117,8 @@ def run(options: Options, display: Display, directory: Path) -> None:
 def _database(display: Display) -> Iterator[None]:
     own = embedded.URL_VARIABLE in os.environ
     display.step(f"{'using your' if own else 'starting'} PostgreSQL; the sample's databases are made anew")
+    # The demo drops its databases, so it never uses those of another shop.
+    os.environ.pop(server.APPLICATION_VARIABLE, None)
     try:
         server.start()
         server.drop_databases()

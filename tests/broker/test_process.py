@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -115,8 +116,9 @@ def test_reconnect_after_pg_terminate_backend(
 
 def test_the_process_waits_for_its_tables(new_database: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
     database = BrokerDatabase(new_database())
+    name = conninfo_to_dict(database.conninfo)["dbname"]
     with process(database), contextlib.closing(database.open()) as connection:
-        eventually(lambda: "tables are not installed" in caplog.text)
+        eventually(lambda: f"not installed in schema 'outbox' of the database {name!r}" in caplog.text)
         install(connection)
         eventually(lambda: _leader(connection))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,17 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.db import connections
 
 from outbox import Delivery
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.diagnosis import diagnose
+from outbox.broker.schema.refusals import naming
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.operations import doctor
 from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
 from tests import pooler
@@ -114,6 +119,46 @@ def test_server_and_role(world: World) -> None:
     assert "DELETE, INSERT, UPDATE on commit_log" in bad["grants"].meaning
     assert "statement_timeout=5s" in bad["timeouts of roles"].meaning
     assert {"isolation", "synchronous_commit", "sessions"} <= set(bad)
+
+
+def test_a_missing_right_is_no_fault_of_the_settings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def refused() -> Iterator[Executor]:
+        with naming("the request", "outbox"):
+            yield world.run
+
+    name = f"limited_{uuid4().hex}"
+    world.sql(f'CREATE ROLE "{name}"')
+    world.stack.callback(world.sql, f'DROP ROLE "{name}"')
+    monkeypatch.setattr(doctor, "broker_executor", refused)
+    world.sql(f'SET ROLE "{name}"')
+    world.stack.callback(world.sql, "RESET ROLE")
+    found = {one.name: one for one in examine()}
+    assert "settings" not in found
+    assert "outbox_doctor --for" in str(found["unreachable"].evidence)
+
+
+def test_the_next_step_for_a_ledger_fits_the_error(world: World, settings: Any) -> None:
+    kept = dict(connections["other"].settings_dict)
+    name = f"limited_{uuid4().hex}"
+    world.sql(f'CREATE ROLE "{name}" LOGIN')
+    world.stack.callback(world.sql, f'DROP ROLE "{name}"')
+    step = {}
+    try:
+        for fault, changes in {
+            "login": {"USER": "nobody_here"},
+            "right": {"USER": name},
+            "table": {"NAME": "postgres"},
+        }.items():
+            connections["other"].settings_dict.update({**kept, **changes})
+            connections.settings["other"].update({**kept, **changes})
+            step[fault] = found()["ledger of 'other'"].next_step
+    finally:
+        connections["other"].settings_dict.update(kept)
+        connections.settings["other"].update(kept)
+    assert "the login of this alias" in step["login"] and "migrate" not in step["login"]
+    assert "outbox_doctor --for work" in step["right"]
+    assert re.search("leads to the database of the application.*migrate", step["table"])
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,10 +19,12 @@ from django.contrib.auth.models import User
 from django.db import connections, transaction
 from psycopg.conninfo import make_conninfo
 
+from outbox.broker.operations.conditions import Severity
 from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.doctor import examine
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
@@ -141,10 +144,14 @@ def test_the_file_of_the_deployment_kit(
         programs = {"PATH": f"{binaries()}{os.pathsep}{os.environ['PATH']}", "ADMIN_URL": server_url}
         command = command.replace("/etc/pgbouncer/", f"{folder}/")
         subprocess.run(["bash", "-euc", command], env={**os.environ, **programs}, check=True)
+        users = Path(folder, "userlist.txt")
+        assert users.stat().st_mode & 0o777 == 0o600, "it has secrets"
         straight = make_conninfo(alias_conninfo("broker"), user=user, password=password)
         outbox_settings(LISTEN_URL=straight)
         pool = KitPooler(server_url, Path(folder), databases=names, user=user, password=password, version=version)
         address = {"HOST": "127.0.0.1", "PORT": str(pool.port), "USER": user, "PASSWORD": password}
+        # The page's command runs as the user who runs PgBouncer.
+        shutil.chown(users, pool.user)
         pool.start()
         try:
             with _leading_to({alias: {**address, "NAME": name} for name, alias in aliases.items()}):
@@ -153,6 +160,8 @@ def test_the_file_of_the_deployment_kit(
                 worked, counts = entry_points.say("a consumer")
                 assert worked and effects() == ["n1"], counts
                 assert [one.decision for one in stored()] == ["C"]
+                said = [one for one in examine() if "not examined behind a pooler" in one.meaning]
+                assert [(one.name, one.severity) for one in said] == [("sessions of workers", Severity.OK)]
         finally:
             pool.stop()
         assert [name for name in names if f"db={name} user={user}" not in pool.log()] == []

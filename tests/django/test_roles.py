@@ -354,7 +354,9 @@ def test_the_roles_share_the_work_behind_a_pooler(
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
-def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, str]) -> None:
+def test_the_doctor_finds_the_rights_of_each_role_complete(
+    logins: dict[Role, str], outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for role in Role:
         _connect_as(logins[role])
         found = _examined(role)
@@ -365,6 +367,14 @@ def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, st
     lacking = {one["name"]: one["next_step"] for one in _examined("work")}
     assert 'GRANT INSERT ON outbox.commit_log TO "outbox_test_watch";' in lacking["rights to work"]
     assert 'GRANT DELETE ON outbox_inbox TO "outbox_test_watch";' in lacking["rights to work on 'default'"]
+    _connect_as(logins[Role.WORK])
+    _as_owner("REVOKE DELETE ON outbox_inbox FROM outbox_work", "default")
+    # A run of tests does not use LISTEN_URL, which names the database of the settings.
+    monkeypatch.setattr(aliases, "running_tests", lambda: False)
+    outbox_settings(LISTEN_URL=make_conninfo(alias_conninfo(get_settings().broker), user=logins[Role.WATCH]))
+    named = {one["name"]: one for one in _examined("work")}
+    assert 'GRANT DELETE ON outbox_inbox TO "outbox_work";' in named["rights to work on 'default'"]["next_step"]
+    assert named["grants of LISTEN_URL"]["severity"] == "critical"
 
 
 @pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)

@@ -372,6 +372,7 @@ def test_the_sum_is_compared_with_the_limit(outbox_settings: Callable[..., None]
     # Eight handlers, 2 sessions of the consumer process, 9 to publish, 4 of the worker, and one pass for each ledger.
     assert demand.of_worker == 8 + 2 + 9 + 4 + len(set(ledger_aliases()) & set(demand.aliases))
     [(allowed,)] = [[int(row[0])] for row in _rows("SHOW max_connections")]
+    assert demand.limit is not None
     assert (demand.workers, demand.limit.allowed) == (1, allowed)
     assert 0 < demand.open_elsewhere < allowed
 

@@ -34,8 +34,6 @@ def machine() -> Iterator[Machine]:
 def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: Machine) -> None:
     _of_the_pooler, role, install, examine, drain = blocks(PAGE, "sh")
     machine.bash(role)
-    # The application's own tables are in the schema `public` of its database.
-    machine.bash('psql "$ADMIN_URL" -q -c "ALTER DATABASE shop OWNER TO shop"')
     machine.write_environment(
         **{
             name: re.sub("//postgres@", "//shop@", machine.environment()[name])

@@ -74,6 +74,7 @@ from outbox.broker.groups.leases import QueueKey, lease_clock
 from outbox.broker.log.consume_queue import heads
 from outbox.broker.log.failing import FailureNote
 from outbox.broker.schema import install
+from outbox.broker.schema.refusals import next_step
 from outbox.codec import Codecs
 from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.ports import AnyHandler, ClaimingInvoker, Disposition, Invoker, SharingInvoker
@@ -1054,7 +1055,7 @@ class ConsumerSession:
                 heartbeat.beat(ready=False)
                 self._options.note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
-                logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
+                logger.warning("consuming is interrupted, trying again in %.1f s: %s%s", pause, error, next_step(error))
                 self.wake_up.wait(pause)
                 self.wake_up.clear()
 

@@ -65,8 +65,8 @@ CONDITIONS.add(
     DeclaredCondition(
         name="schema_version",
         meaning="The version of the broker's tables does not fit the version of this code.",
-        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py "
-        "migrate --database ALIAS` with the broker's alias. For the code, upgrade the package.",
+        next_step="The evidence says whether to correct the connection, or to upgrade the tables or the code. For the "
+        "tables, run `manage.py migrate --database ALIAS` with the broker's alias. For the code, upgrade the package.",
         concern=Concern.PUBLISHING,
         symptom=Symptom.START,
     )
@@ -122,8 +122,9 @@ def connections_refused(state: BrokerState) -> Iterator[Judged]:
 
 @CONDITIONS.declare(
     meaning="A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
-    next_step="Fix the cause that the error names, such as a missing right, a changed table, a timeout of the role, or "
-    "a pooler. Or restart the process with the older version of its code. The log of the process has the whole error.",
+    next_step="Fix the cause that the error names, such as a missing right (`manage.py outbox_doctor --for work` names "
+    "it), a changed table, a timeout of the role, or a pooler. Or restart the process with the older version of its "
+    "code. The log of the process has the whole error.",
     concern=Concern.WAITING,
     symptom=Symptom.START,
     subject=("failing",),
@@ -1031,9 +1032,10 @@ def hung_handlers(state: BrokerState) -> Counted:
     meaning="A group pauses on a topic, because its handlers fail one after another with the same error. A service is "
     "down, a session holds a lock, or a table does not fit the code.",
     next_step="Restore the service that the error names. If a table or column is missing, compare models, migrations "
-    "and table. After a lock timeout, end the session that the evidence names as `lock holder`; find out what a "
-    "`possible lock holder` does before you end it (docs/operations/messages.md#database-errors-of-handlers). The "
-    "next call that succeeds ends the outage.",
+    "and table. If a right is missing, grant it (docs/operations/roles.md#rights-on-your-own-tables). After a lock "
+    "timeout, end the session that the evidence names as `lock holder`; find out what a `possible lock holder` does "
+    "before you end it (docs/operations/messages.md#database-errors-of-handlers). The next call that succeeds ends the "
+    "outage.",
     concern=Concern.WAITING,
     symptom=Symptom.STOPPED,
     thresholds=(LAG_SECONDS, LAG_MESSAGES),

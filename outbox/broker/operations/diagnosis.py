@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import psycopg
+from psycopg.errors import InvalidSchemaName
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -61,7 +62,7 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
     yield _timeouts(run)
     yield _grants(run)
     if listens:
-        yield from _direct_grants(database)
+        yield from direct_grants(database)
     yield _sees_sessions(run)
     yield from _declared(run)
 
@@ -140,17 +141,23 @@ def _grants(run: Executor, subject: str = "grants", *, is_for_workers: bool = Fa
     missing = grants.missing_rights(run, grants.Role.WORK)
     if not missing:
         return of_text(subject, Severity.OK, "complete")
-    lesser = grants.lesser_role(run)
-    if lesser is grants.Role.WATCH and not is_for_workers and not grants.missing_rights(run, lesser):
-        return of_text(subject, Severity.OK, "complete to watch; a worker needs another login")
-    if lesser is not None:
-        text = f"the login is a member of {grants.role_name(run.schema, lesser)}, which cannot work"
+    held = grants.membership(run)
+    if held is grants.Role.WATCH and not is_for_workers:
+        to_watch = grants.missing_rights(run, held)
+        if not to_watch:
+            return of_text(subject, Severity.OK, "complete to watch; a worker needs another login")
+        return _lacking(run, subject, to_watch, grants.remedy(to_watch))
+    if held in (grants.Role.WATCH, grants.Role.PUBLISH):
+        text = f"the login is a member of {grants.role_name(run.schema, held)}, which cannot work"
         return of_text(subject, Severity.CRITICAL, text, "Connect with the login of a worker.")
-    lacking: dict[str, list[str]] = {}
-    for one in missing:
-        name = one.subject.partition(" ")[2].partition("(")[0].removeprefix(f"{run.schema}.")
-        lacking.setdefault(name, []).append(one.right)
+    if held is not None:
+        # An owner of all tables may have revoked rights from itself.
+        return _lacking(run, subject, missing, grants.remedy(grants.missing_rights(run, held) or missing))
     role, schema = run.one(_ROLE, {"schema": run.schema})
+    if grants.is_used(run, grants.Role.WORK):
+        work = grants.text_of("{}", grants.role_name(run.schema, grants.Role.WORK))
+        remedy = f"If this is the login of a worker, execute as an administrator: GRANT {work} TO {role};"
+        return _lacking(run, subject, missing, remedy)
     # ALTER DEFAULT PRIVILEGES also gives the rights on tables that later versions create.
     remedy = "; ".join(
         f"{how} GRANT {rights} {kind} TO {role}".lstrip()
@@ -164,24 +171,35 @@ def _grants(run: Executor, subject: str = "grants", *, is_for_workers: bool = Fa
             (f"ALTER DEFAULT PRIVILEGES IN SCHEMA {schema}", f"ON {later}"),
         )
     )
-    return of_text(
-        subject,
-        # Without the sequences, only a figure of the summary is unknown.
-        Severity.WARNING if all(one.subject.startswith("sequence ") for one in missing) else Severity.CRITICAL,
-        f"missing for {role}: "
-        + "; ".join(f"{', '.join(sorted(rights))} on {name}" for name, rights in lacking.items()),
-        f"Execute as the owner of the tables: GRANT USAGE ON SCHEMA {schema} TO {role}; {remedy};",
-    )
+    remedy = f"Execute as the owner of the tables: GRANT USAGE ON SCHEMA {schema} TO {role}; {remedy};"
+    return _lacking(run, subject, missing, remedy)
 
 
-def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
+def _lacking(run: Executor, subject: str, missing: Sequence[grants.MissingRight], remedy: str) -> Condition:
+    lacking: dict[str, list[str]] = {}
+    for one in missing:
+        name = one.subject.partition(" ")[2].partition("(")[0].removeprefix(f"{run.schema}.")
+        lacking.setdefault(name, []).append(one.right)
+    role, _ = run.one(_ROLE, {"schema": run.schema})
+    text = "; ".join(f"{', '.join(sorted(rights))} on {name}" for name, rights in lacking.items())
+    # Without the sequences, only a figure of the summary is unknown.
+    is_minor = all(one.subject.startswith("sequence ") for one in missing)
+    return of_text(subject, Severity.WARNING if is_minor else Severity.CRITICAL, f"missing for {role}: {text}", remedy)
+
+
+def direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
     """Check the grants of the direct connection's role, which may be another role: ticks and retention need them."""
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"
     try:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
+            name = connection.info.dbname
             yield _grants(Executor(connection, database.schema), subject, is_for_workers=True)
+    except InvalidSchemaName:
+        text = f"LISTEN_URL leads to the database {name!r}, which has no schema {database.schema!r}"
+        remedy = "Correct OUTBOX['LISTEN_URL']: it must name the broker's database."
+        yield of_text(subject, Severity.CRITICAL, text, remedy)
     except (BrokerUnavailable, psycopg.Error) as error:
         remedy = (
             "Correct OUTBOX['LISTEN_URL'], or allow the role in this URL to connect: without this connection, no "

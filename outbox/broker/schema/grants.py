@@ -223,7 +223,7 @@ class MissingRight:
 
 # The rights in the arrays that the role does not have. `columns`: '' for the whole object.
 _MISSING: Final = Statement("""
-SELECT current_user::text, kind, name, "right", columns
+SELECT kind, name, "right", columns
 FROM unnest(%(kinds)s::text[], %(names)s::text[], %(rights)s::text[], %(columns)s::text[])
      WITH ORDINALITY AS needed (kind, name, "right", columns, place)
 WHERE NOT coalesce(CASE
@@ -237,6 +237,10 @@ END, false)
 ORDER BY place
 """)
 _USER: Final = Statement("SELECT current_user::text, has_schema_privilege(%(schema)s, 'USAGE')")
+_GRANTEE: Final = Statement("""
+SELECT CASE WHEN pg_has_role(to_regrole(quote_ident(%(role)s::text)), 'USAGE') THEN %(role)s::text
+            ELSE current_user::text END
+""")
 _IS_MEMBER: Final = Statement("SELECT coalesce(pg_has_role(to_regrole(quote_ident(%(role)s)), 'USAGE'), false)")
 _MAY_PUBLISH: Final = Statement("""
 SELECT has_table_privilege('{schema}.op_log', 'INSERT')
@@ -285,9 +289,9 @@ def missing_rights(run: Executor, role: Role, *, producer_group: str | None = No
     """Return the rights that the connected role needs for `role` and does not have; of a publisher also its group."""
     user, may_use = run.one(_USER, {"schema": run.schema})
     if not may_use:
-        remedy = f"GRANT USAGE ON SCHEMA {run.schema} TO {text_of('{}', user)}"
+        remedy = f"GRANT USAGE ON SCHEMA {run.schema} TO {grantee(run, role)}"
         return [MissingRight(f"schema {run.schema}", "USAGE", remedy)]
-    found = lacking(run, list(needed_rights(objects(run), run.schema, role)))
+    found = lacking(run, list(needed_rights(objects(run), run.schema, role)), role)
     # The look-up of the group needs the rights above.
     if role is Role.PUBLISH and producer_group is not None and not found:
         [may] = run.one(_MAY_PUBLISH, {"group": producer_group})
@@ -298,30 +302,56 @@ def missing_rights(run: Executor, role: Role, *, producer_group: str | None = No
     return found
 
 
-def lacking(run: Executor, needed: Sequence[_Needed]) -> list[MissingRight]:
-    """Return those of the rights that the connected role does not have."""
+def lacking(run: Executor, needed: Sequence[_Needed], role: Role | None) -> list[MissingRight]:
+    """Return those of the rights that the connected role does not have; None: the remedies name only its login."""
     names = ("kinds", "names", "rights", "columns")
     parameters = {name: [one[place] for one in needed] for place, name in enumerate(names)}
-    return [_missing(text_of("{}", user), *right) for user, *right in run.rows(_MISSING, parameters)]
+    to = grantee(run, role)
+    return [_missing(to, *right) for right in run.rows(_MISSING, parameters)]
 
 
-def _missing(me: str, kind: str, name: str, right: str, columns: str) -> MissingRight:
+def grantee(run: Executor, role: Role | None) -> str:
+    """Return to whom a missing right is granted: to `role` if the connected role is its member, else to this login.
+
+    A login with a right of its own would keep it after it has left the role, and the role's next login would lack it.
+    """
+    name = role_name(run.schema, role) if role else None
+    return text_of("{}", run.one(_GRANTEE, {"role": name})[0])
+
+
+def _missing(to: str, kind: str, name: str, right: str, columns: str) -> MissingRight:
     if kind == "OWNED":
-        return MissingRight(f"table {name}", "ownership", f"ALTER TABLE {name} OWNER TO {me}")
+        return MissingRight(f"table {name}", "ownership", f"ALTER TABLE {name} OWNER TO {to}")
     of = f" ({', '.join(columns.split())})" if columns else ""
     word = "" if kind in ("TABLE", "VIEW") else f"{kind} "
-    return MissingRight(f"{kind.lower()} {name}", f"{right}{of}", f"GRANT {right}{of} ON {word}{name} TO {me}")
+    return MissingRight(f"{kind.lower()} {name}", f"{right}{of}", f"GRANT {right}{of} ON {word}{name} TO {to}")
+
+
+def remedy(missing: Sequence[MissingRight]) -> str:
+    """Return the next step that grants all of the rights."""
+    return "Execute as the owner of the tables: " + "; ".join(one.remedy for one in missing) + ";"
 
 
 def lesser_role(run: Executor) -> Role | None:
     """Return watch or publish if the connected role is a member of it and cannot work; else None."""
     if not missing_rights(run, Role.WORK):
         return None
+    role = membership(run)
+    return role if role in (Role.WATCH, Role.PUBLISH) else None
+
+
+def membership(run: Executor) -> Role | None:
+    """Return the first of own, work, watch and publish of which the connected role is a member; None if of none."""
     for role in (Role.OWN, Role.WORK, Role.WATCH, Role.PUBLISH):
         [is_member] = run.one(_IS_MEMBER, {"role": role_name(run.schema, role)})
         if is_member:
-            return role if role in (Role.WATCH, Role.PUBLISH) else None
+            return role
     return None
+
+
+def is_used(run: Executor, role: Role) -> bool:
+    """Return whether `role` exists on the server, and may use this schema."""
+    return role_name(run.schema, role) in _state(run).used
 
 
 def excess_rights(run: Executor) -> list[str]:

@@ -290,7 +290,7 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
     known = _installed(Executor(connection, schema))
     core = known.get(CORE, _MISSING)
     if core.version == 0:
-        raise missing(schema)
+        raise missing(schema, connection.info.dbname)
     for files in _files():
         installed = known.get(files.name, _MISSING)
         _refuse_newer(schema, files, installed)
@@ -321,12 +321,13 @@ def check_server(server_version: int) -> None:
         )
 
 
-def missing(schema: str) -> SchemaError:
+def missing(schema: str, database: str) -> SchemaError:
     """Return the error for a database without the broker's tables."""
     return SchemaError(
-        f"the broker's tables are not installed in schema {schema!r} of this database: run `manage.py migrate "
-        f"--database=ALIAS` with the alias of the broker (outside Django: outbox.broker.schema.install), or "
-        f"correct the broker's connection or schema setting."
+        f"the broker's tables are not installed in schema {schema!r} of the database {database!r}. If this is the "
+        f"wrong database, correct the broker's connection (also LISTEN_URL) or the schema setting. Otherwise run "
+        f"`manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
+        f"outbox.broker.schema.install)."
     )
 
 

@@ -24,12 +24,19 @@ def naming(what: str, schema: str) -> Iterator[None]:
         raise refused(what, error, schema) from error
 
 
+def next_step(error: Exception) -> str:
+    """Return the end of a worker's log line if `error` says that a right is missing; '' for other errors."""
+    if not isinstance(error, pg.InsufficientPrivilege):
+        return ""
+    return " (`manage.py outbox_doctor --for work`, with the worker's login, names the missing rights)"
+
+
 def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
     said = error.diag.message_primary or str(error).strip()
     if isinstance(error, _NOT_THERE):
         return SchemaError(
             f"{what}: not done, the broker's tables in schema {schema!r} are not as they were installed ({said}). "
-            f"If all are missing, run `manage.py migrate --database=ALIAS` with the alias of the broker. If only some "
+            f"If all are missing, correct the connection or run `manage.py migrate --database=ALIAS`. If only some "
             f"are missing or changed, restore the database from a backup (docs/operations/restore.md#restore)."
         )
     if isinstance(error, pg.ReadOnlySqlTransaction):
@@ -42,7 +49,7 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         return ConfigurationError(
             f"{what}: not done, the role of the broker's alias lacks a right in schema {schema!r}: {said}. `manage.py "
             f"outbox_doctor --for publish` (or work, watch, own) names the missing rights and the statements that "
-            f"grant them. If the login shall only publish, use the login of a worker for this."
+            f"grant them. If this login shall not have them, use the login of a worker for this."
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(

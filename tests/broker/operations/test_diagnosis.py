@@ -96,3 +96,5 @@ def test_the_role_of_the_direct_connection_is_examined_too(
     assert "EXECUTE on make_tick" in found["grants of LISTEN_URL"].meaning
     away = BrokerDatabase(database.conninfo, listen_conninfo="host=localhost port=1 dbname=nowhere")
     assert "cannot be reached" in examined(away)["grants of LISTEN_URL"].meaning
+    other = BrokerDatabase(database.conninfo, listen_conninfo=make_conninfo(database.conninfo, dbname="postgres"))
+    assert "the database 'postgres', which has no schema 'outbox'" in examined(other)["grants of LISTEN_URL"].meaning

@@ -19,7 +19,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
@@ -239,6 +239,54 @@ def test_the_doctor_of_a_watcher_does_not_look_at_the_connection_of_workers(gran
         with session(login) as opened:
             found = {one.name: one.severity for one in diagnose(Executor(opened, "outbox"), away)}
         assert [found.get(name) for name in ("pooler", "grants of LISTEN_URL")] == [severity] * 2
+
+
+def _grants_of(database: BrokerDatabase) -> Condition:
+    with session(database) as opened:
+        return next(one for one in diagnose(Executor(opened, "outbox"), database) if one.name == "grants")
+
+
+def test_the_doctor_gives_a_missing_right_to_the_role_and_no_other_right(
+    granted: Granted, connection: BrokerConnection
+) -> None:
+    """Rights of a login on all tables would undo the roles: a worker could name its own producer groups."""
+    for role in (Role.WORK, Role.WATCH):
+        login, name = granted.as_role(role), grants.role_name("outbox", role)
+        connection.execute(f"REVOKE SELECT ON outbox.dead_letter FROM {name}".encode())
+        found = _grants_of(login)
+        assert found.severity is Severity.CRITICAL and found.meaning.endswith("SELECT on dead_letter")
+        statement = f'GRANT SELECT ON outbox.dead_letter TO "{name}";'
+        assert found.next_step == f"Execute as the owner of the tables: {statement}"
+        connection.execute(statement.encode())
+        assert _grants_of(login).severity is Severity.OK
+    connection.execute("ALTER TABLE outbox.dead_letter OWNER TO CURRENT_USER")
+    found = _grants_of(granted.as_role(Role.OWN))
+    assert found.next_step.endswith(': ALTER TABLE outbox.dead_letter OWNER TO "outbox_own";')
+
+
+def test_the_doctor_advises_a_login_without_a_role_to_become_a_member(
+    granted: Granted, connection: BrokerConnection
+) -> None:
+    name = f"bare_{conninfo_to_dict(granted.database.conninfo)['dbname']}"
+    login = BrokerDatabase(make_conninfo(granted.database.conninfo, user=name))
+    connection.execute(f'CREATE ROLE "{name}" LOGIN'.encode())
+    try:
+        found = _grants_of(login)
+        statement = f'GRANT "outbox_work" TO {name};'
+        assert found.next_step == f"If this is the login of a worker, execute as an administrator: {statement}"
+        connection.execute(statement.encode())
+        assert _grants_of(login).severity is Severity.OK
+    finally:
+        connection.execute(f'DROP ROLE "{name}"'.encode())
+
+
+def test_a_process_without_a_right_logs_how_to_find_the_grants(
+    granted: Granted, caplog: pytest.LogCaptureFixture
+) -> None:
+    with process(granted.as_role(Role.WATCH)):
+        eventually(lambda: "is interrupted" in caplog.text)
+    [line, *_] = [one for one in caplog.messages if "is interrupted" in one]
+    assert "permission denied" in line and "`manage.py outbox_doctor --for work`" in line
 
 
 def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(

@@ -251,7 +251,11 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
             durable = _durable(connection.vendor, cursor)
             unfit = list(mariadb.problems(connection)) if connection.vendor == "mysql" else []
     except DatabaseError as error:
-        yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
+        yield Error(
+            f"the database {alias!r} cannot be read: {error}.",
+            hint="Check that its server runs, and the address, login and rights of this alias in DATABASES.",
+            id="outbox.E020",
+        )
         return
     if missing and _MIGRATIONS in tables:
         # Only a warning, because `migrate` runs this check before it creates the tables. Before the first `migrate`,
@@ -259,7 +263,7 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}. Calls of publish() and subscribers on this alias "
             "need these tables.",
-            hint=f"Run `manage.py migrate --database={alias}`.",
+            hint=f"Check that {alias!r} leads to the right database, then run `manage.py migrate --database={alias}`.",
             id="outbox.W021",
         )
     yield from unfit

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
+import psycopg
 from django.core.checks import ERROR, WARNING
-from django.db.utils import DatabaseError
+from django.db.utils import DatabaseError, OperationalError
 
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
@@ -15,6 +16,7 @@ from outbox.broker.operations.rules import unusable
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.database.aliases import broker_database, broker_executor, on_broker
+from outbox.contrib.django.database.transactions import is_missing_table
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
@@ -61,10 +63,12 @@ def examine() -> list[Condition]:
             found += _retention(settings, list_topics(run))
             # Last: in an open transaction, its limit for lock waits applies to all later statements.
             found += survey_project(run).verdict.conditions
-    except ConfigurationError as error:
-        found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
     except OutboxError as error:
-        found += unusable(error).conditions
+        # A missing right is a ConfigurationError too, but its cause is an error of the database.
+        if isinstance(error, ConfigurationError) and not isinstance(error.__cause__, psycopg.Error):
+            found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
+        else:
+            found += unusable(error).conditions
     return found
 
 
@@ -115,8 +119,7 @@ def _ledgers() -> Iterator[Condition]:
             with closing(open_connection(alias)) as connection:
                 identity = ledger.identity(connection)
         except DatabaseError as error:
-            remedy = f"Run `manage.py migrate --database={alias}`, or remove the alias from DATABASES."
-            yield of_text(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
+            yield of_text(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), _unreadable(alias, error))
             continue
         if identity is None:
             remedy = f"Run `manage.py migrate --database={alias}`, which gives the ledger an identity."
@@ -134,6 +137,19 @@ def _ledgers() -> Iterator[Condition]:
         else:
             owners[identity.ledger_id] = alias
             yield of_text(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
+
+
+def _unreadable(alias: str, error: DatabaseError) -> str:
+    """Return the next step for a ledger that was not read."""
+    if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+        return "`manage.py outbox_doctor --for work` (or watch) names the missing rights."
+    # SQLite reports a missing table as an OperationalError, too.
+    if isinstance(error, OperationalError) and not is_missing_table(error):
+        return f"Check that the server of {alias!r} runs, and the address and the login of this alias in DATABASES."
+    return (
+        f"Check that {alias!r} leads to the database of the application. If it does, run `manage.py migrate "
+        f"--database={alias}`, or remove the alias from DATABASES."
+    )
 
 
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:

@@ -16,6 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
+from outbox.broker.operations.diagnosis import direct_grants
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Logins, MissingRight, Role, role_name
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS, check_schema, give_rights
@@ -170,6 +171,8 @@ def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
             f"the role can read bodies or decide transactions: {', '.join(held)}",
             "Connect the web process as a role that is a member of no other role than publish, or revoke these rights.",
         )
+    if role is Role.WORK:
+        yield from direct_grants(broker_database(settings))
     for alias in _application_aliases():
         missing = _missing(connections[alias], role, settings.schema)
         yield _complete(f"rights to {role} on {alias!r}", missing)
@@ -188,7 +191,9 @@ def _missing(connection: BaseDatabaseWrapper, role: Role, schema: str) -> list[M
     owned = [("OWNED", table, "USAGE", "") for table in tables] if role is Role.OWN else []
     connection.ensure_connection()
     with connection.wrap_database_errors:
-        return grants.lacking(Executor(connection.connection, schema), [*needed, *owned])
+        # The login that migrates owns these tables itself, together with the application's own.
+        to = None if role is Role.OWN else role
+        return grants.lacking(Executor(connection.connection, schema), [*needed, *owned], to)
 
 
 def _beyond_publish(connection: BaseDatabaseWrapper) -> Iterator[Condition]:
@@ -214,5 +219,4 @@ def _beyond_publish(connection: BaseDatabaseWrapper) -> Iterator[Condition]:
 
 def _complete(name: str, missing: Sequence[MissingRight]) -> Condition:
     text = "missing: " + "; ".join(f"{one.right} on {one.subject}" for one in missing) if missing else "complete"
-    remedy = "Execute as the owner of the tables: " + "; ".join(one.remedy for one in missing) + ";"
-    return of_check(name, not missing, text, remedy)
+    return of_check(name, not missing, text, grants.remedy(missing))

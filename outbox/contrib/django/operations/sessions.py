@@ -33,30 +33,37 @@ class Demand:
     """What one server may get from this project, beside what is open now.
 
     `of_worker`: the sessions of one worker. `workers`: the workers that run now, at least one. `open_elsewhere`: the
-    open sessions beyond those of the running workers. `limit`: the tightest limit.
+    open sessions beyond those of the running workers. `limit`: the tightest limit; None behind a pooler, whose server
+    does not show which limits apply.
     """
 
     aliases: Sequence[str]
     of_worker: int
     workers: int
     open_elsewhere: int
-    limit: Limit
+    limit: Limit | None
 
     @property
     def is_too_much(self) -> bool:
         """Whether the server may refuse connections when the workers are busy."""
-        return self.of_worker * self.workers + self.open_elsewhere > self.limit.allowed
+        return self.limit is not None and self.of_worker * self.workers + self.open_elsewhere > self.limit.allowed
 
     def __str__(self) -> str:
+        where = f"on the server of {', '.join(map(repr, self.aliases))}"
+        if self.limit is None:
+            return (
+                f"{where}: not examined behind a pooler; a worker of this project may open {self.of_worker} sessions "
+                "(docs/operations/connections.md#pgbouncer)"
+            )
         return (
-            f"on the server of {', '.join(map(repr, self.aliases))}, {self.workers} worker(s) of this project may open "
+            f"{where}, {self.workers} worker(s) of this project may open "
             f"{self.of_worker} sessions each, and other programs have {self.open_elsewhere} open now; "
             f"{self.limit.limit} allows {self.limit.allowed}"
         )
 
 
 def demands(settings: OutboxSettings) -> Iterator[Demand]:
-    """Return the demand at each PostgreSQL server of this project that answers, without those behind a pooler."""
+    """Return the demand at each PostgreSQL server of this project that answers."""
     handlers = handler_sessions(autodiscover())
     servers: dict[tuple[str, str], list[str]] = {}
     for alias in sorted({*handlers, *ledger_aliases(), settings.broker}):
@@ -76,6 +83,7 @@ def demands(settings: OutboxSettings) -> Iterator[Demand]:
             with closing(database_at(aliases[0], settings).open(name="outbox-check")) as connection:
                 run = Executor(connection, settings.schema)
                 if is_behind_pooler(run):
+                    yield Demand(aliases, of_worker, 1, 0, None)
                     continue
                 running = consumer_processes(run) // max(1, settings.consumer_processes)
                 tightest = limits(run)[0]

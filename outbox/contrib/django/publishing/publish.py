@@ -805,7 +805,7 @@ def _publish_atomic(
     except psycopg.Error as error:
         _note_failure(error)
         if isinstance(error, (UndefinedTable, UndefinedFunction, InvalidSchemaName)):
-            raise missing(settings.schema) from error
+            raise missing(settings.schema, raw.info.dbname) from error
         raise
     if _has_failed:
         _note_success()
@@ -968,9 +968,10 @@ def _enter_ledger(connection: BaseDatabaseWrapper, first: Message, *, in_memory:
     except (ProgrammingError, OperationalError) as error:
         if not is_missing_table(error):
             raise
+        name = str(connection.settings_dict["NAME"])
         raise ConfigurationError(
-            f"the ledger's tables are missing on {alias!r}: run `manage.py migrate --database={alias}`. "
-            f"Nothing was published."
+            f"the ledger's tables are missing on {alias!r} (the database {name!r}). If this is the wrong database, "
+            f"correct DATABASES. Otherwise run `manage.py migrate --database={alias}`. Nothing was published."
         ) from error
     if entered.ledger_id is None:
         raise ConfigurationError(
