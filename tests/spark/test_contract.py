@@ -51,8 +51,8 @@ def test_the_views_suffice_for_a_role_that_may_read_nothing_else(broker_url: str
             connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
 
 
-# At a signal, the command silences the Java that it has started. Spark Connect has none.
-SILENCING = [("session.py", "sparkContext")]
+# The command silences a logger of the Java that it has started, and at a signal all of them. Spark Connect has none.
+SILENCING = [("session.py", "._jvm"), ("session.py", "sparkContext")]
 
 
 def test_only_public_spark_that_works_with_spark_connect() -> None:
