@@ -13,8 +13,7 @@ from outbox.contrib.django import celery as outbox_celery
 from sample_project import server
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "sample_project.settings")
-if server.is_needed():
-    server.start()
+server.start()
 
 app = Celery("sample_project")
 app.config_from_object("django.conf:settings", namespace="CELERY")

@@ -13,9 +13,8 @@ def main() -> None:
 
     from sample_project import server
 
-    if server.is_needed():
-        server.start()
-        server.create_databases()
+    server.start()
+    server.create_databases()
     execute_from_command_line(sys.argv)
 
 

@@ -41,8 +41,11 @@ def is_needed() -> bool:
 def start() -> str:
     """Start the server, or join the running one, and return its URL; child processes find it too.
 
-    The embedded one runs until `stop`. Settings do not call this, so that importing them starts nothing.
+    The embedded one runs until `stop`. Settings do not call this, so that importing them starts nothing. Does nothing
+    if no server is needed.
     """
+    if not is_needed():
+        return url()
     os.environ[_URL_VARIABLE] = embedded.server_url(directory() / "postgres", settings=SETTINGS)
     return url()
 
@@ -53,7 +56,9 @@ def url() -> str:
 
 
 def create_databases() -> None:
-    """Create the databases of the sample that do not exist yet."""
+    """Create the databases of the sample that do not exist yet; none if no server is needed."""
+    if not is_needed():
+        return
     try:
         for name in (ORDERS, BROKER, CELERY):
             embedded.create_database(url(), name)

@@ -9,6 +9,5 @@ from django.core.wsgi import get_wsgi_application
 from sample_project import server
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "sample_project.settings")
-if server.is_needed():
-    server.start()
+server.start()
 application = get_wsgi_application()

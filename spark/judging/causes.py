@@ -99,7 +99,9 @@ class Cause:
         text = f"{self.finding_class} of rule {self.rule}{of_group}"
         if self.finding_class == FindingClass.UNDELIVERED:
             return f"{text}, delivery {self.detail or 'unknown'}"
-        return f"{text}, {'column ' * (self.finding_class in _BY_COLUMN)}{self.detail}" if self.detail else text
+        if self.finding_class in _BY_COLUMN and self.detail:
+            return f"{text}, column {self.detail}"
+        return f"{text}, {self.detail}" if self.detail else text
 
     @property
     def meaning(self) -> str:

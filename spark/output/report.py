@@ -18,7 +18,7 @@ from ..common.safe_text import escaped, visible
 from ..judging import causes
 from ..judging.detail import DELIVERY_TEXTS
 from ..judging.remedies import TRACE
-from ..rules.rule import CLASSES, CLOSED, FAULTS
+from ..rules.rule import CLASSES, CLOSED, FAULTS, FindingClass
 from . import summary
 
 # The causes that the page lists, with their findings. `result.json` has all.
@@ -183,7 +183,14 @@ def _counts(result: Mapping[str, Any]) -> str:
     )
 
 
-_ALWAYS: Final = ("LOST", "ORPHAN", "UNDELIVERED", "MISMATCH", "PENDING", "OK")
+_ALWAYS: Final = (
+    FindingClass.LOST,
+    FindingClass.ORPHAN,
+    FindingClass.UNDELIVERED,
+    FindingClass.MISMATCH,
+    FindingClass.PENDING,
+    FindingClass.OK,
+)
 
 
 def _boundary(result: Mapping[str, Any]) -> str:
