@@ -6,7 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker import embedded
-from outbox.broker.database.connection import reached_server
+from outbox.broker.database.connection import BrokerDatabase, reached_server
+from outbox.broker.database.server_identity import marked
 from outbox.contrib.django import publish
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.publishing import publish as publish_module
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     BrokerUnavailable,
@@ -258,6 +263,87 @@ def test_the_proof_works_in_a_pipeline(twins: Twins) -> None:
             publish("orders", {}, key="at home")
     assert sent() == {"at home": "atomic"}
     assert orders(twins.original) == ["at home"]
+
+
+# -- one proof for all threads of a process -----------------------------------------------------------
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that each proof of this process may take, in the order of the proofs."""
+    begun: list[float] = []
+
+    @contextlib.contextmanager
+    def slow(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]:
+        begun.append(timeout_seconds)
+        # Long enough for the other threads to come here too.
+        time.sleep(0.3)
+        with marked(database, timeout_seconds=timeout_seconds) as key:
+            yield key
+
+    monkeypatch.setattr(publish_module, "marked", slow)
+    return begun
+
+
+def _at_once(count: int) -> list[BaseException | None]:
+    """The errors of threads that all publish at the same moment."""
+    together = threading.Barrier(count)
+
+    def one(number: int) -> None:
+        try:
+            connections["default"].ensure_connection()
+            together.wait(10)
+            order(f"{number}")
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [done.exception() for done in [pool.submit(one, number) for number in range(count)]]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_threads_that_publish_at_once_share_one_proof(twins: Twins, proofs: list[float], is_restarted: bool) -> None:
+    if is_restarted:
+        order("before")
+        connections["default"].close()
+        twins.restart()
+        proofs.clear()
+    assert _at_once(8) == [None] * 8
+    assert len(proofs) == 1
+    assert {sent()[f"{number}"] for number in range(8)} == {"atomic"}
+
+
+def test_threads_wait_for_a_proof_no_longer_than_for_a_message(
+    twins: Twins, proofs: list[float], outbox_settings: Callable[..., None]
+) -> None:
+    outbox_settings(BROKER="broker", SEND_TIMEOUT_SECONDS=1)
+    with publish_module._one_prover(get_settings()):
+        [error] = _at_once(1)
+    assert isinstance(error, BrokerUnavailable)
+    assert "has waited for them for 1 s. Nothing was published" in str(error)
+    assert proofs == []
+    order("after")
+    assert sent() == {"after": "atomic"}
+    assert 0 < proofs[0] <= 1
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(twins: Twins) -> None:
+    is_held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with publish_module._one_prover(get_settings()):
+            is_held.set()
+            done.wait(30)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert is_held.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if publish_module._proving.acquire(blocking=False) else 1)
+    done.set()
+    holding.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # -- a call that fails takes its block along ----------------------------------------------------------

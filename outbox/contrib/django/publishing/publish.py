@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -75,6 +76,7 @@ from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.declared_types import NOT_GIVEN, typed_message
 from outbox.errors import (
+    BrokerUnavailable,
     ConfigurationError,
     InvalidMessage,
     OutboxError,
@@ -675,6 +677,20 @@ def mark_for_rollback(using: str | None, cause: BaseException) -> None:
 # The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
 # application's connection must see this lock. The result of the proof is valid until the process ends, so a failover
 # never changes the path silently.
+#
+# A proof opens a session. One thread of a process proves, and the threads that need the same proof wait for it, so a
+# worker whose threads all publish their first message at once does not open a session for each of them.
+
+_proving = threading.RLock()
+
+
+def _renew_after_fork() -> None:
+    # A thread of the parent may have held the lock.
+    global _proving
+    _proving = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def _proven_server(connection: BaseDatabaseWrapper, current: CurrentEngine) -> ServerIdentity | None:
@@ -693,13 +709,16 @@ def _proven_server(connection: BaseDatabaseWrapper, current: CurrentEngine) -> S
         return None
     is_broker = connection.alias == current.settings.broker
     named = current.place if is_broker else place_named_by(connection.alias)
-    try:
+    if named in current.paths:
         return current.paths[named]
-    except KeyError:
-        proven = prove(connection, current.settings)
-    if proven is None and is_broker:
-        raise _reported(_elsewhere(connection, current.settings), connection.alias, current)
-    return current.paths.setdefault(named, proven)
+    with _one_prover(current.settings) as left_seconds:
+        if named in current.paths:
+            return current.paths[named]
+        proven = prove(connection, current.settings, left_seconds)
+        if proven is not None or not is_broker:
+            current.paths[named] = proven
+            return proven
+    raise _reported(_elsewhere(connection, current.settings), connection.alias, current)
 
 
 def _confirm(connection: BaseDatabaseWrapper, current: CurrentEngine, place: ServerIdentity) -> None:
@@ -710,18 +729,40 @@ def _confirm(connection: BaseDatabaseWrapper, current: CurrentEngine, place: Ser
     Raises WrongDatabase if the broker is not on that server; after this error the transaction must not commit.
     """
     settings = current.settings
-    if prove(connection, settings) != place:
-        raise _reported(_elsewhere(connection, settings), connection.alias, current)
     named = current.place if connection.alias == settings.broker else place_named_by(connection.alias)
-    current.paths[named] = place
+    with _one_prover(settings) as left_seconds:
+        # Another thread may have proven the same server meanwhile.
+        if current.paths.get(named) == place or prove(connection, settings, left_seconds) == place:
+            current.paths[named] = place
+            return
+    raise _reported(_elsewhere(connection, settings), connection.alias, current)
 
 
-def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
+@contextmanager
+def _one_prover(settings: OutboxSettings) -> Iterator[float]:
+    """Wait until no other thread proves, and give the seconds that are left for a proof.
+
+    Raises BrokerUnavailable if the other threads take `send_timeout_seconds`.
+    """
+    lock, ends_at = _proving, time.monotonic() + settings.send_timeout_seconds
+    if not lock.acquire(timeout=settings.send_timeout_seconds):
+        raise BrokerUnavailable(
+            "other threads of this process wait for the broker's answer about the path, and this call has waited for "
+            f"them for {settings.send_timeout_seconds:g} s. Nothing was published; check the broker's connection "
+            "settings and that its PostgreSQL runs."
+        )
+    try:
+        yield max(0.0, ends_at - time.monotonic())
+    finally:
+        lock.release()
+
+
+def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings, timeout_seconds: float) -> ServerIdentity | None:
     """The broker's server if this connection reaches the broker's own server and database, else None.
 
     Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not answer.
     """
-    with marked(broker_database(settings), timeout_seconds=settings.send_timeout_seconds) as key:
+    with marked(broker_database(settings), timeout_seconds=timeout_seconds) as key:
         try:
             with connection.wrap_database_errors:
                 return find_mark(connection.connection, key)
