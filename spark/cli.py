@@ -204,9 +204,13 @@ def _handle_signals(spark: SparkSession | None = None) -> None:
 
 def _run_once(spark: SparkSession, options: RunOptions, progress: Progress, as_json: bool) -> int:
     from . import pipeline
+    from .output import summary
+    from .output.result import shown_totals
 
     result = pipeline.run(spark, options, progress)
-    print(json.dumps(result, indent=2) if as_json else _verdict(result, options.output), flush=True)
+    # The most urgent actions, the boundary, and in the last line the totals.
+    said = [*summary.lines(result), f"{shown_totals(result)}. Report: {options.output}/report.html"]
+    print(json.dumps(result, indent=2) if as_json else for_people("\n".join(said)), flush=True)
     return pipeline.exit_code(result)
 
 
@@ -230,14 +234,6 @@ def _finding_lines(given: argparse.Namespace) -> Iterator[str]:
             f"your report. The causes of the result in force are: {', '.join(known) or 'none'}."
         )
     return store.finding_lines(given.limit, lambda finding: given.cause in causes.ids_of(finding))
-
-
-def _verdict(result: dict[str, Any], output: str) -> str:
-    """The text that a run prints: the most urgent actions, the boundary, and in the last line the totals."""
-    from .output import summary
-    from .output.result import shown_totals
-
-    return for_people("\n".join([*summary.lines(result), f"{shown_totals(result)}. Report: {output}/report.html"]))
 
 
 def _archive(given: argparse.Namespace) -> int:

@@ -115,9 +115,8 @@ def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundar
 def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Sources, progress: Progress) -> ScannedRule:
     """Compare the checksums of a rule, and scan the rows in the buckets whose checksums differ."""
     rule, window = prepared.rule, prepared.window
-    if not rule.bucket_seconds:
-        compared = checksums.ComparedChecksums()
-    else:
+    compared = checksums.ComparedChecksums()
+    if rule.bucket_seconds:
         progress.say(f"stage checksum: rule {rule.name}")
         with readable_errors("comparing checksums"):
             compared = checksums.compare(prepared, job.rules, sources)

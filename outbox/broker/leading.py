@@ -176,7 +176,7 @@ class Leader:
                 work.look(run, now)
         # This tick reads the decisions that were announced until now.
         announcements.discard(self._decided_channel)
-        counts, began, ended = self._tick(run, after)
+        counts, began, ended = self._timed_tick(run, after)
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts, now)
@@ -218,7 +218,7 @@ class Leader:
     def _act_at(self) -> float:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
-    def _tick(self, run: Executor, after: AfterTick | None) -> tuple[TickCounts, float, float]:
+    def _timed_tick(self, run: Executor, after: AfterTick | None) -> tuple[TickCounts, float, float]:
         """Make one tick and record its duration. After a collision, check the leader lease again.
 
         Return the counts, and the times (time.monotonic) at which the tick began and ended.
@@ -568,7 +568,8 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState, is_idle: bool) -> TickCounts:
-        """Make a tick in one round trip. `is_idle`: no FIFO message is open or held.
+        """Make a tick in one round trip: BEGIN, `make_tick`, COMMIT, the caller's statement (a fetch), and NOTIFY
+        outbox_queued if the last tick was heard. `is_idle`: no FIFO message is open or held.
 
         If FIFO messages may appear while other messages are open or held, the tick needs two round trips, because only
         this process knows the order of FIFO messages.
@@ -663,6 +664,7 @@ class Sequencer:
         if not state.names_queues:
             counts = replace(counts, grown="")
         is_announced = announce is not None and len(found) > announce
+        # `state.is_heard` was the answer of the last tick. If this tick has another one, the notification goes alone.
         if ticked.is_heard and not is_announced and (announce is None or is_cut):
             self._announce(trip, state, state.tick_id)
             announced, error = trip.finish_all()

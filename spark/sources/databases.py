@@ -39,15 +39,10 @@ class Sources:
 
     def open_all(self) -> list[SourceBoundary]:
         """Take the snapshots of all databases, in the order that the class describes."""
-        with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
+        with_rows = [rule.database for rule in self._rules.rules]
         with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
-        readings: list[SourceBoundary] = []
-        opened: list[DataSource] = []
-        for name in dict.fromkeys([*with_rows, self._rules.broker, *with_effects]):
-            if self[name] not in opened:
-                opened.append(self[name])
-                readings.append(self[name].open(self._timed(name)))
-        return readings
+        in_order = dict.fromkeys(self[name] for name in (*with_rows, self._rules.broker, *with_effects))
+        return [source.open(self._timed(source)) for source in in_order]
 
     @property
     def all(self) -> list[DataSource]:
@@ -59,8 +54,7 @@ class Sources:
         for source in self.all:
             source.close()
 
-    def _timed(self, name: str) -> list[TableSelection]:
-        source = self[name]
+    def _timed(self, source: DataSource) -> list[TableSelection]:
         timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
         if source is self.broker:
             timed += [contract.messages(rule) for rule in self._rules.rules]

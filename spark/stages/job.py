@@ -57,7 +57,8 @@ class Job:
 
     def write_empty(self, name: str, schema: str) -> str:
         """Write the table `name` without rows, and return its path. The method does not use Spark."""
-        self.store.write_table(f"runs/{self.name}/{name}/part-0.parquet", arrow_schema(schema).empty_table())
+        fields = [pa.field(column, ARROW_TYPES[kind]) for column, kind in columns_of(schema).items()]
+        self.store.write_table(f"runs/{self.name}/{name}/part-0.parquet", pa.schema(fields).empty_table())
         return self.path(name)
 
 
@@ -65,11 +66,6 @@ def columns_of(schema: str) -> dict[str, str]:
     """The type of each column of a table of a run, whose `schema` is written in Spark's DDL."""
     named = (column.split() for column in schema.split(", "))
     return {name.strip("`"): kind for name, kind in named}
-
-
-def arrow_schema(schema: str) -> pa.Schema:
-    """The columns of a table of a run."""
-    return pa.schema([pa.field(name, ARROW_TYPES[kind]) for name, kind in columns_of(schema).items()])
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:

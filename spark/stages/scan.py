@@ -31,9 +31,9 @@ class ScannedRule:
     prepared: PreparedRule
     checksums: ComparedChecksums
     suspects: str
-    rows: int
-    messages: int
     counts: Counts
+    rows: int = 0
+    messages: int = 0
 
     def saw(self, *classes: FindingClass) -> bool:
         """Whether the first look gave a subject one of these classes."""
@@ -50,14 +50,11 @@ def scan(
         # A run over an empty table must not first read everything else.
         _check_not_empty(rule, sources, prepared.window.floor, (False, False))
     if checksums.limits.is_nothing:
-        # If there is nothing to read, skip the scan, because Spark needs several seconds to plan a scan, even over
-        # empty tables.
+        # Nothing is read, because Spark needs several seconds to plan a scan, even over empty tables.
         scanned = ScannedRule(
             prepared=prepared,
             checksums=checksums,
             suspects=job.write_empty(name, SUSPECT_SCHEMA),
-            rows=0,
-            messages=0,
             counts=_no_counts(rule),
         )
     else:

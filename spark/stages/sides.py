@@ -66,10 +66,9 @@ def _tables(
         else:
             found = by_message if group.message_id else tables
             found.setdefault(sources[group.database], []).append(selection)
-    if rule.groups and "dead_letter_v1" not in prepared.missing_views:
-        broker.append(contract.dead_letters(rule, detailed=detailed))
-    if rule.groups and "timed_out_v1" not in prepared.missing_views:
-        broker.append(contract.timed_out(rule, detailed=detailed))
+    for view, ended in (("dead_letter_v1", contract.dead_letters), ("timed_out_v1", contract.timed_out)):
+        if rule.groups and view not in prepared.missing_views:
+            broker.append(ended(rule, detailed=detailed))
     return _Tables(tables, by_message, broker)
 
 
@@ -153,12 +152,6 @@ def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, sinc
     return _key_sides(prepared, sources, _tables(prepared, sources, detailed=True), read, read_by_id)
 
 
-def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
-    known = messages.where(F.col("message_id").isNotNull())
-    of_rule = (F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag"))
-    return known.select("message_id", "key", *of_rule, "log_id").distinct()
-
-
 def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     """Replace each message id among `keys` (key, carried, sought_at) with the key of the message.
 
@@ -188,8 +181,9 @@ def _key_sides(
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
     broker = evidence.read_again(read(sources.broker, wanted.broker), rule).persist(StorageLevel.DISK_ONLY)
     tables = [read(source, selections) for source, selections in wanted.tables.items()]
+    of_rule = (F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag"))
+    ids = broker.select("message_id", "key", *of_rule, "log_id").where("message_id IS NOT NULL").distinct()
     for source, selections in wanted.by_message.items():
-        ids = _ids(rule, broker)
         tables.append(evidence.with_keys(read_by_id(source, selections, ids), ids, rule, prepared.window.floor))
     has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
     deliveries = read(sources.broker, [contract.deliveries(rule)]) if has_deliveries else None

@@ -16,17 +16,17 @@ from typing import Any
 import pyarrow.parquet as pq
 import pyspark
 import pytest
-from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 
 import spark
 from spark import session
+from spark.common.options import RunOptions
 from spark.common.store import Store
 from spark.stages.confirm import OPEN_SCHEMA
 from spark.stages.findings import FINDINGS_SCHEMA
-from spark.stages.job import arrow_schema
+from spark.stages.job import Job
 from spark.stages.scan import SUSPECT_SCHEMA
-from tests.spark.conftest import SETTINGS
+from tests.spark.conftest import SETTINGS, Reconciler
 from tests.spark.world import Order, World, write_rules
 from tests.support import eventually
 
@@ -216,9 +216,11 @@ def test_spark_starts_only_if_a_checksum_differs(world: World, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("schema", [SUSPECT_SCHEMA, OPEN_SCHEMA, FINDINGS_SCHEMA])
-def test_an_empty_table_has_the_types_that_spark_writes(spark_session: SparkSession, schema: str) -> None:
-    wanted = spark_session.createDataFrame([], schema).schema
-    assert arrow_schema(schema) == to_arrow_schema(wanted, timezone="UTC")
+def test_an_empty_table_has_the_types_that_spark_writes(reconcile: Reconciler, schema: str) -> None:
+    job = Job.of(RunOptions(rules=reconcile.rules(), output=str(reconcile.folder / "out")))
+    [written] = Path(job.write_empty("empty", schema).removeprefix("file:")).iterdir()
+    wanted = reconcile.spark.createDataFrame([], schema).schema
+    assert pq.read_schema(written) == to_arrow_schema(wanted, timezone="UTC")
 
 
 @pytest.mark.soak

@@ -750,15 +750,15 @@ class Dispatcher:
         # Each step gives calls to every subscription whose threads have room, so there are no weights: no
         # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
-            calls, group = runner.calls, runner.subscribed.group
-            if calls.waiting and (at := self.scheduler.spread_at(calls)) is not None and now >= at:
-                self.scheduler.spread(calls)
+            own, group = runner.calls, runner.subscribed.group
+            if own.waiting and (at := self.scheduler.spread_at(own)) is not None and now >= at:
+                self.scheduler.spread(own)
             if (admission := runner.admission) is not None:
                 may_start = not (group.paused or quarantine.silent) and runner.may_call(now)
                 admission.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
-                if calls.is_allowance_new:
-                    calls.is_allowance_new = False
-                    self.scheduler.spread(calls)
+                if own.is_allowance_new:
+                    own.is_allowance_new = False
+                    self.scheduler.spread(own)
                 now = time.monotonic()
             if group.paused:
                 continue
@@ -772,8 +772,8 @@ class Dispatcher:
                     if admission is not None:
                         admission.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
-            has_room = calls.in_hand < calls.usable_threads and not calls.stuck
-            runner.backlog = (not has_room and calls.is_full) or (admission is not None and admission.waiting > 0)
+            has_room = own.in_hand < own.usable_threads and not own.stuck
+            runner.backlog = (not has_room and own.is_full) or (admission is not None and admission.waiting > 0)
         self.calls.watched = self._watches()
 
     def _watches(self) -> bool:

@@ -360,7 +360,8 @@ class Calls:
             seconds = min(seconds, self._collect_at - now)
         self._asleep_until = now + seconds
         # Check for finished calls after setting the sleep time: a call that finishes after the check sees the new time.
-        return 0.0 if self._finished and not (looks and not self.watched) else seconds
+        may_wait = looks and not self.watched
+        return seconds if may_wait or not self._finished else 0.0
 
     def _is_awaited(self, work: HandlerCall) -> bool:
         """Return whether the process needs the result of this call at once."""

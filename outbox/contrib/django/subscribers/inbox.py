@@ -947,6 +947,8 @@ class _Call:
                     shared.take_callbacks()
         except BaseException as error:
             # Also SystemExit and CancelledError: what a handler committed by hand before them is not handled.
+            # No inbox row was written: no attempt. The row is gone again: a failed attempt, or an unanswered COMMIT.
+            # The row is there although COMMIT was not next: the handler has committed by hand. Otherwise: handled.
             if fresh is None:
                 end_session(connection)
                 raise _not_started(name, connection.alias, error) from error

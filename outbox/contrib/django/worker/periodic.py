@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
@@ -44,21 +43,23 @@ _LEFT: Final = {"left_to": "another process, which has just begun this pass"}
 _unfinished: set[str] = set()
 
 
-def passes() -> list[PeriodicPass]:
+def passes(part: ProcessPart = ProcessPart.PASS) -> list[PeriodicPass]:
     """Return the periodic passes of a producer service. A worker's role "check" or Celery beat runs these passes.
 
     A pass does not run if another process of the service has recently begun it. Without PRODUCER_GROUP there is no
-    check-back, because no message can be published on the two-phase path.
+    check-back, because no message can be published on the two-phase path. The notes about passes that fail have `part`.
     """
-    settings = get_settings()
-    prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    audit = PeriodicPass(
-        name="audit", interval_seconds=_AUDIT_LOOK_SECONDS, run=partial(_watched, "audit", audit_when_due)
-    )
-    always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
+    settings, one = get_settings(), partial(_pass, part)
+    always = [
+        one("compare", _LOOK_INTERVAL_SECONDS, _compared),
+        one("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS))),
+        one("audit", _AUDIT_LOOK_SECONDS, audit_when_due, in_every_process=True),
+    ]
     if settings.has_database:
-        always.append(_in_turn("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))
-    always += [_of_part(name, one) for name, one in hooks.passes.items()]
+        always.append(one("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))
+    for name, each in hooks.passes.items():
+        work = hooks.when_called(each.work)
+        always.append(one(name, each.interval_seconds, work, in_every_process=each.in_every_process))
     if not settings.producer_group:
         return always
     seconds = settings.check_interval_seconds
@@ -66,23 +67,12 @@ def passes() -> list[PeriodicPass]:
         PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
         for name in engine_of(settings).pass_names
     ]
-    return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
+    return [one(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
 
 
 def tasks() -> list[PeriodicPass]:
     """Return the same passes for Celery beat. Nothing calls `keep_notes` between two of these runs."""
-    return [replace(one, run=partial(_as_task, one.run)) for one in passes()]
-
-
-_part: Final = ContextVar("part", default=ProcessPart.PASS)
-
-
-def _as_task(run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    token = _part.set(ProcessPart.TASK)
-    try:
-        return run()
-    finally:
-        _part.reset(token)
+    return passes(ProcessPart.TASK)
 
 
 def _conditions() -> Mapping[str, Any]:
@@ -101,37 +91,39 @@ def _compared() -> Mapping[str, Any]:
     return {} if counts is None else asdict(counts)
 
 
-def _of_part(name: str, one: hooks.Pass) -> PeriodicPass:
-    work = hooks.when_called(one.work)
-    if one.in_every_process:
-        return PeriodicPass(name=name, interval_seconds=one.interval_seconds, run=partial(_watched, name, work))
-    return _in_turn(name, one.interval_seconds, work)
+def _pass(
+    part: ProcessPart,
+    name: str,
+    interval_seconds: float,
+    work: Callable[[], Mapping[str, Any]],
+    *,
+    in_every_process: bool = False,
+) -> PeriodicPass:
+    run = work if in_every_process else partial(_in_turn, name, interval_seconds, work)
+    return PeriodicPass(name=name, interval_seconds=interval_seconds, run=partial(_watched, part, name, run))
 
 
-def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:
-    return PeriodicPass(name=name, interval_seconds=interval_seconds, run=partial(_run, name, interval_seconds, work))
-
-
-def _run(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     goes_on = name in _unfinished
     _unfinished.discard(name)
-
-    def in_turn() -> Mapping[str, Any]:
-        return work() if is_my_turn(name, interval_seconds, rest_seconds=0 if goes_on else None) else _LEFT
-
-    counts = _watched(name, in_turn)
+    if not is_my_turn(name, interval_seconds, rest_seconds=0 if goes_on else None):
+        return _LEFT
+    counts = work()
     if counts.get("more"):
         _unfinished.add(name)
     return counts
 
 
-def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _watched(part: ProcessPart, name: str, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     settings = get_settings()
     if not settings.has_database:
-        return work()
+        return run()
     of = ", ".join(filter(None, (name, settings.producer_group)))
-    with _note(broker_database(settings), of).watching():
-        return work()
+    database = broker_database(settings)
+    # A pass runs rarely, so even its first failure is recorded at once.
+    note = _notes.setdefault((database, part, of), FailureNote(database, part, of=of, in_a_row=1))
+    with note.watching():
+        return run()
 
 
 def keep_notes() -> None:
@@ -147,9 +139,3 @@ def end_notes() -> None:
 
 
 _notes: Final[dict[tuple[BrokerDatabase, ProcessPart, str], FailureNote]] = {}
-
-
-def _note(database: BrokerDatabase, of: str) -> FailureNote:
-    # A pass runs rarely, so even its first failure is recorded at once.
-    part = _part.get()
-    return _notes.setdefault((database, part, of), FailureNote(database, part, of=of, in_a_row=1))
