@@ -213,6 +213,13 @@ def _forget(world: World) -> Given:
     return {"receivers": ["partner"]}
 
 
+@case("forget_producer_group", rows("SELECT producer_group FROM outbox.periodic_pass ORDER BY 1"))
+def _forget_producer_group(world: World) -> Given:
+    world.sql("INSERT INTO outbox.periodic_pass (producer_group, name, interval_seconds, began_at)"
+              " VALUES ('old', 'prune', 30, now() - interval '1 hour'), ('shop', 'prune', 30, now())")  # fmt: skip
+    return {"group": "old"}
+
+
 @case("erase", rows("SELECT content_type, body FROM outbox.commit_log"))
 def _erase(world: World) -> Given:
     message_id = publish("orders", {"name": "Anna"}, key="17", at_once=True).message_id

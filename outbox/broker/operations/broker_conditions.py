@@ -282,7 +282,8 @@ def late_passes(state: BrokerState) -> Iterator[Judged]:
     meaning="Check-back or pruning of a producer group has not started for several periods, so messages stay "
     "undecided, or tables grow.",
     next_step="Start `celery worker --outbox` or `outbox_worker` in the service that has this PRODUCER_GROUP. If one "
-    "runs, its log says why check-back or pruning fails.",
+    "runs, its log says why check-back or pruning fails. If no service has this name any more, run `outbox_transaction "
+    "forget GROUP`.",
     concern=Concern.UNDECIDED,
     symptom=Symptom.UNDECIDED,
     thresholds=(PASS_LATE_PERIODS,),
@@ -769,7 +770,7 @@ def group_paused(state: BrokerState) -> Iterable[Judged]:
 def blocked_queue(state: BrokerState) -> Counted:
     blocked = [one for one in state.summary.groups if one.blocked]
     # Enough for the evidence. To look at every queue of the blocked groups takes seconds if they are many.
-    places = sorted(blocked, key=lambda one: one.oldest_at or 0.0)[:EVIDENCE]
+    places = sorted(blocked, key=lambda one: float(one.oldest_at or 0.0))[:EVIDENCE]
     groups, topics = {one.group for one in places}, {one.topic for one in places}
     facts: list[Judged] = []
     for one in list_blocked(state.run, sorted(groups), sorted(topics), limit=EVIDENCE) if places else []:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import UUID
 
-from outbox.broker.database.arrays import uuids
+from outbox.broker.database.arrays import texts, uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
@@ -59,6 +59,61 @@ _FORGET = Statement("DELETE FROM {schema}.periodic_pass WHERE name = %(name)s")
 def forget(run: Executor, name: str) -> int:
     """Delete a pass that no process runs any more, and return how many producer groups had this pass."""
     return run.count(_FORGET, {"name": name})
+
+
+_FORGET_OTHERS = Statement("""
+DELETE FROM {schema}.periodic_pass
+WHERE producer_group = %(group)s AND name <> ALL (%(names)s::text[]) AND position(%(of_part)s IN name) = 0
+  AND began_at < clock_timestamp() - make_interval(secs => 10 * interval_seconds)
+""")
+
+
+def forget_others(run: Executor, producer_group: str, names: Sequence[str]) -> None:
+    """Delete the turns of passes that the service has no longer, such as those of a part that was removed.
+
+    `names` are its passes. A turn that a process took recently stays, because this process may have another version.
+    """
+    run.execute(_FORGET_OTHERS, {"group": producer_group, "names": texts(names), "of_part": OF_PART})
+
+
+_NEWEST_PASS = Statement("""
+SELECT name, extract(epoch FROM clock_timestamp() - began_at)::double precision AS seconds
+FROM {schema}.periodic_pass
+WHERE producer_group = %(group)s
+  AND began_at > clock_timestamp() - make_interval(secs => greatest(60, 3 * interval_seconds))
+ORDER BY began_at DESC LIMIT 1
+""")
+_UNDECIDED = Statement("""
+SELECT count(*) FROM {schema}.pending_check pending
+WHERE producer_group = %(group)s
+  AND NOT EXISTS (SELECT FROM {schema}.op_log decided WHERE decided.transaction_id = pending.transaction_id)
+""")
+_RETIRE = Statement("""
+WITH turns AS (
+    DELETE FROM {schema}.periodic_pass WHERE producer_group = %(group)s RETURNING 1
+), tables AS (
+    DELETE FROM {schema}.pruned_table WHERE producer_group = %(group)s RETURNING 1
+), seen AS (
+    DELETE FROM {schema}.producer_group WHERE name = %(group)s
+)
+SELECT (SELECT count(*) FROM turns) + (SELECT count(*) FROM tables)
+""")
+
+
+def why_in_use(run: Executor, producer_group: str) -> str:
+    """The reason why a producer group cannot be retired; '' if it can."""
+    newest, [undecided] = (
+        run.row(_NEWEST_PASS, {"group": producer_group}),
+        run.one(_UNDECIDED, {"group": producer_group}),
+    )
+    if undecided:
+        return f"it has undecided transactions ({undecided:,}), and only its own processes can answer for them"
+    return "" if newest is None else f"one of its processes began the pass {newest[0]} {newest[1]:.0f} s ago"
+
+
+def retire(run: Executor, producer_group: str) -> int:
+    """Delete what the broker knows of the passes of a producer group. Return the number of deleted rows."""
+    return int(run.one(_RETIRE, {"group": producer_group})[0])
 
 
 def silent_groups(run: Executor, transaction_ids: Sequence[UUID]) -> dict[str, float | None]:

@@ -50,6 +50,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_transaction accept": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v false`.",
     "outbox_transaction ask": _LEDGER_DECIDES,
     "outbox_transaction decide": _LEDGER_DECIDES,
+    "outbox_transaction forget": "Nothing: RocketMQ has no passes of producer groups.",
     "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
 }
 

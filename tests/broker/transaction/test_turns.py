@@ -40,3 +40,19 @@ def test_a_time_in_the_future_delays_no_pass(connection: BrokerConnection) -> No
     assert _take(connection)
     _later(connection, -3600)
     assert _take(connection)
+
+
+def test_a_service_forgets_the_passes_that_it_has_no_longer(connection: BrokerConnection) -> None:
+    run = Executor(connection, "outbox")
+    for group, name in (("shop", "sagas"), ("shop", "receive:partner"), ("other", "sagas"), ("shop", turns.CHECK_BACK)):
+        turns.take_turn(run, group, name, interval_seconds=30)
+    turns.forget_others(run, "shop", [turns.CHECK_BACK])
+    assert _names(connection) == {"check_back", "receive:partner", "sagas"}, "a process may have the part still"
+    _later(connection, 301)
+    turns.forget_others(run, "shop", [turns.CHECK_BACK])
+    assert _names(connection) == {"check_back", "receive:partner"}
+
+
+def _names(connection: BrokerConnection, group: str = "shop") -> set[str]:
+    rows = connection.execute("SELECT name FROM outbox.periodic_pass WHERE producer_group = %s", [group]).fetchall()
+    return {name for (name,) in rows}

@@ -13,6 +13,7 @@ from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.listings import list_open, may_run, open_transaction
 from outbox.broker.operations.liveness import leadership
 from outbox.broker.operations.trace import trace
+from outbox.broker.transaction import turns
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.broker.transaction.turns import silent_groups
@@ -337,6 +338,27 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
         return {"rejecting": rejecting}
 
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
+
+
+# -- forget -----------------------------------------------------------------------------------------------
+
+
+@action(
+    "forget_producer_group",
+    "Forget a producer group that no service has any more",
+    "outbox_transaction forget",
+    argument("group", "the PRODUCER_GROUP of a service that was renamed or switched off for good"),
+)
+def _forget(values: Values) -> ActionPlan:
+    group = values["group"]
+    if reason := on_broker(turns.why_in_use, group):
+        raise UsageError(f"producer group {group!r} was not forgotten: {reason}.")
+    return ActionPlan(
+        subject=f"producer group {group}",
+        effect=f"Forget the passes of producer group {group}. After that, no condition waits for them. If a process of "
+        "the group runs, its next pass makes the group known again.",
+        do=lambda: {"forgotten": on_broker(turns.retire, group)},
+    )
 
 
 # -- the list -------------------------------------------------------------------------------------------

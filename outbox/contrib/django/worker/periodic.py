@@ -11,8 +11,9 @@ from typing import Any, Final
 from outbox import hooks
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
+from outbox.broker.transaction import turns
 from outbox.broker.transaction.turns import CHECK_BACK
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.aliases import broker_database, broker_executor
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.comparing import compare_when_due
@@ -52,7 +53,7 @@ def passes(part: ProcessPart = ProcessPart.PASS) -> list[PeriodicPass]:
     settings, one = get_settings(), partial(_pass, part)
     always = [
         one("compare", _LOOK_INTERVAL_SECONDS, _compared),
-        one("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS))),
+        one("prune", PRUNE_INTERVAL_SECONDS, _pruned),
         one("audit", _AUDIT_LOOK_SECONDS, audit_when_due, in_every_process=True),
     ]
     if settings.has_database:
@@ -89,6 +90,14 @@ def _by_engine(name: str) -> Mapping[str, Any]:
 def _compared() -> Mapping[str, Any]:
     counts = compare_when_due()
     return {} if counts is None else asdict(counts)
+
+
+def _pruned() -> Mapping[str, Any]:
+    settings = get_settings()
+    if settings.has_database and settings.producer_group:
+        with broker_executor() as run:
+            turns.forget_others(run, settings.producer_group, [one.name for one in passes()])
+    return asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS))
 
 
 def _pass(
