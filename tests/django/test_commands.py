@@ -29,6 +29,7 @@ from outbox.contrib.django import message, publish, publish_messages, run_check_
 from outbox.contrib.django.actions.cells import group_link
 from outbox.contrib.django.database.aliases import on_broker
 from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.watching import look
@@ -361,6 +362,21 @@ def test_the_arguments_of_ask_are_checked(arguments: list[str]) -> None:
         call("outbox_transaction", "ask", *arguments)
 
 
+def test_a_producer_group_that_is_gone_is_forgotten_and_one_that_is_in_use_is_not() -> None:
+    run_check_back()
+    run_prune()
+    with pytest.raises(CommandError, match="'shop' was not forgotten: one of its processes began the pass check_back"):
+        call("outbox_transaction", "forget", "shop")
+    execute("UPDATE outbox.periodic_pass SET began_at = began_at - interval '1 day'", alias="broker")
+    assert "check_back_late" in ended("outbox_status", "--json")[1]
+    [late, *_] = undecided("late")
+    with pytest.raises(CommandError, match=r"it has undecided transactions \(1\)"):
+        call("outbox_transaction", "forget", "shop")
+    call("outbox_transaction", "decide", str(late), "commit", "--no-input")
+    call("outbox_transaction", "forget", "shop")
+    assert execute("SELECT FROM outbox.periodic_pass, outbox.pruned_table", alias="broker") == []
+
+
 @pytest.fixture
 def _three_dead_of_two_groups(databases: None, no_subscribers: None) -> None:
     for group in ("effects", "points"):
@@ -505,8 +521,9 @@ def test_a_missing_effect_is_made_again_for_one_group_whether_its_inbox_row_is_t
     assert counted("others")["handled"] == 3
     assert InboxEntry.objects.filter(group="effects").count() == 3
 
-    # Also a second time, after the redelivered entry has passed.
-    Effect.objects.filter(number="effects 1").delete()
+    # Also a second time, after the redelivered entry has passed, and while another group waits for the message.
+    Effect.objects.filter(number__in=["effects 1", "others 1"]).delete()
+    redeliver(first, "others")
     redeliver(first, "effects")
     handle_all()
     assert effects() == every

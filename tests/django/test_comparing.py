@@ -12,8 +12,12 @@ from django.db import connections, transaction
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.maintenance import retention
 from outbox.broker.operations.changes import reset
+from outbox.broker.operations.deletion import delete_topic
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import broker_executor
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.pruning import first_id_after, first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
@@ -24,6 +28,7 @@ from outbox.contrib.django.operations.comparing import (
     run_compare,
     settle_losses,
 )
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import LedgerUnavailable
 from outbox.subscription import Start
@@ -97,6 +102,16 @@ def test_a_pruned_ledger_names_the_span_that_is_unknown() -> None:
         assert losses() == []
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
+
+
+def test_a_topic_that_was_deleted_and_is_declared_again_lost_nothing() -> None:
+    _publish("known")
+    assert run_compare() == NOTHING
+    with broker_executor() as run:
+        delete_topic(run, "payments")
+        retention.run_once(run)
+        declare_topics(run, [get_settings().topics["payments"].topic])
+    assert run_compare() == NOTHING
 
 
 def test_what_the_broker_need_not_know_is_no_loss(outbox_settings: Callable[..., None]) -> None:

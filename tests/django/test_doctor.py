@@ -69,6 +69,9 @@ def test_declarations(world: World) -> None:
     names = found()
     assert names["no_worker"].evidence[0]["group"] == "effects"
     assert "orders" not in names["topics without a group"].meaning.split(", ")
+    assert "payments" in names["topics without a group"].meaning
+    world.sql("UPDATE outbox.topic SET deleted_at = now() WHERE name = 'payments'")
+    assert "payments" not in found()["topics without a group"].meaning
 
 
 def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:

@@ -237,12 +237,27 @@ def withdraw_vanished(run: Executor, instance: UUID) -> None:
     run.execute(_WITHDRAW, {"instance": instance})
 
 
+_FORGET_PASSED = Statement("""
+DELETE FROM {schema}.quarantined_message known
+USING {schema}.consume_queue entry, unnest(%(queue_ids)s::integer[], %(offsets)s::bigint[]) AS moved (queue_id, first)
+WHERE known.group_id = %(group_id)s AND entry.log_id = known.log_id
+  AND entry.queue_id = moved.queue_id AND entry.queue_offset < moved.first
+""")
+
+
+def forget_passed(run: Executor, group_id: int, offsets: Mapping[int, int]) -> None:
+    """Take the messages out of quarantine that the group does not get any more, because an operator moves it to
+    `offsets` (by queue id). Call it before the leases of these queues are locked."""
+    ids, firsts = arrays.integers(list(offsets)), arrays.bigints(list(offsets.values()))
+    run.execute(_FORGET_PASSED, {"group_id": group_id, "queue_ids": ids, "offsets": firsts})
+
+
 _FORGET = Statement("DELETE FROM {schema}.quarantined_message WHERE seen_at < clock_timestamp() - interval '7 days'")
 
 
 def forget_the_old(run: Executor) -> None:
     """Delete the quarantined messages that no instance has handled for a week.
 
-    A reset has skipped them, retention has removed them, or their group does not run.
+    Retention has removed them, or their group does not run.
     """
     run.execute(_FORGET)

@@ -18,10 +18,13 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 # The queues with entries to clear, and for each queue the offset up to which its entries can be cleared. An entry is
 # cleared after its topic's retention time if every group has consumed it, and after the hard cap in any case. The
 # retention time counts from the time at which the message was stored, and the cap counts from the time of queueing.
-# The entries of a deleted topic are cleared at once. `consumed` is the smallest position of the groups that read the
-# queue. If no group reads the queue, no entry counts as consumed. Broadcast groups store no positions, so retention
-# does not wait for them. The statement reads each queue in order and stops at the first entry that stays. So the
-# statement reads only one entry of a queue that has nothing to clear.
+# The entries of a deleted topic are cleared two hours after they were stored: until then, the ledger has rows of their
+# transactions, and without their decisions these would look lost. If the server's clock was ahead, entries have times
+# in the future: for those at the beginning of a queue, the times of the next entry with usual ones count (`usual`).
+# `consumed` is the smallest position of the groups that read the queue. If no group reads the queue, no entry counts as
+# consumed. Broadcast groups store no positions, so retention does not wait for them. The statement reads each queue in
+# order and stops at the first entry that stays. So the statement reads only one entry of a queue that has nothing to
+# clear.
 _LIMITS: Final = Statement(
     """
 WITH place AS (
@@ -50,12 +53,16 @@ WITH place AS (
                       ORDER BY queue_offset LIMIT %(batch)s) AS entry
                 LEFT JOIN LATERAL (SELECT stored_at FROM {schema}.commit_log
                                    WHERE commit_log.log_id = entry.log_id OFFSET 0) AS log ON true
-                WHERE (CASE WHEN stored_at IS NULL THEN queue_offset < consumed.position
-                            WHEN queued_at <= deleted_at THEN true
-                            WHEN stored_at >= kept_since THEN false
+                CROSS JOIN LATERAL (
+                    SELECT CASE WHEN queue_offset < first THEN usual.stored_at ELSE log.stored_at END AS stored_at,
+                           CASE WHEN queue_offset < first THEN usual.queued_at ELSE entry.queued_at END AS queued_at
+                ) AS known
+                WHERE (CASE WHEN known.stored_at IS NULL THEN queue_offset < consumed.position
+                            WHEN known.queued_at <= deleted_at THEN known.stored_at < now() - interval '2 hours'
+                            WHEN known.stored_at >= kept_since THEN false
                             WHEN queue_offset < consumed.position OR deleted_at IS NOT NULL THEN true
-                            WHEN stored_at >= capped THEN false
-                            ELSE queued_at < capped
+                            WHEN known.stored_at >= capped THEN false
+                            ELSE known.queued_at < capped
                        END) IS NOT TRUE
                 ORDER BY entry.queue_offset LIMIT 1),
                (SELECT max(queue_offset) + 1
@@ -63,7 +70,13 @@ WITH place AS (
                       WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
                       ORDER BY queue_offset LIMIT %(batch)s) AS entry),
                place.floor) AS "limit"
-    FROM place LEFT JOIN consumed USING (queue_id)
+    FROM place LEFT JOIN consumed USING (queue_id) LEFT JOIN LATERAL (
+        SELECT queue_offset AS first, stored_at, queued_at
+        FROM {schema}.consume_queue CROSS JOIN LATERAL (SELECT stored_at FROM {schema}.commit_log
+                                                        WHERE commit_log.log_id = consume_queue.log_id OFFSET 0) AS log
+        WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor AND stored_at <= now()
+        ORDER BY queue_offset LIMIT 1
+    ) AS usual ON true
 )
 SELECT queue_id, floor, "limit", consumed, is_retry FROM bounded WHERE "limit" > floor ORDER BY queue_id
 """

@@ -13,7 +13,7 @@ from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import offsets
+from outbox.broker.groups import offsets, quarantine
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.registration import ensure_retry_queue, group_id_of, unknown_group
 from outbox.broker.groups.send_back import forget_sent_away
@@ -151,6 +151,7 @@ def reset(
         moves = _plan(run, group, topic, targets)
         if not dry_run and moves:
             targets = {move.queue_id: move.to_offset for move in moves}
+            quarantine.forget_passed(run, group_id, targets)
             fenced = _fence(run, group_id, list(targets))
             offsets.place(run, [replace(one, position=moved_to(one.position, targets[one.key[1]])) for one in fenced])
             forget_sent_away(run, group_id, list(targets))
@@ -176,6 +177,7 @@ def skip(run: Executor, group: str, topic: str, message_id: UUID, *, dry_run: bo
             raise _does_not_block(group, topic, message_id)
         target = max(queue.next_offset, queue.floor) + 1
         if not dry_run:
+            quarantine.forget_passed(run, group_id, {queue.queue_id: target})
             [fenced] = _fence(run, group_id, [queue.queue_id])
             if fenced.position.next_offset != queue.next_offset:
                 raise _does_not_block(group, topic, message_id)

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from outbox.broker.database.arrays import uuids
+from outbox.broker.database.arrays import bigints, uuids
 from outbox.broker.database.executor import Executor, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import registration
@@ -149,7 +149,7 @@ WITH chosen AS (
     FOR UPDATE OF d
 )
 """
-_LOCK = Statement(_CHOSEN + "SELECT log_id FROM chosen ORDER BY log_id")
+_LOCK = Statement(_CHOSEN + "SELECT log_id, topic_id FROM chosen ORDER BY log_id")
 
 
 def lock(run: Executor, group: str, selection: LetterSelection, *, limit: int) -> list[int]:
@@ -158,26 +158,28 @@ def lock(run: Executor, group: str, selection: LetterSelection, *, limit: int) -
     Meanwhile no other transaction replays or discards them. Raises UnknownGroup.
     """
     values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
-    return [log_id for (log_id,) in run.rows(_LOCK, values)]
+    return [log_id for log_id, _ in run.rows(_LOCK, values)]
 
 
-_TOPICS = Statement(_CHOSEN + "SELECT DISTINCT topic_id FROM chosen ORDER BY topic_id")
-_REPLAY = Statement(f"""{_CHOSEN}
-, marked AS (
-    UPDATE {{schema}}.dead_letter d SET replayed_at = now(), discarded_at = NULL
-    FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
+# Only locked letters, because the group may have no retry queue for the topic of a letter that is new since the lock.
+_REPLAY = Statement("""
+WITH chosen AS (
+    UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = NULL
+    FROM {schema}.commit_log l
+    WHERE d.group_id = %(group_id)s AND d.log_id = ANY (%(log_ids)s::bigint[]) AND l.log_id = d.log_id
+    RETURNING d.group_id, d.log_id, l.topic_id
 ), delivered AS (
-    INSERT INTO {{schema}}.scheduled (log_id, due_at, queue_id, attempt)
+    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
     SELECT chosen.log_id, now(), q.queue_id, 0
     FROM chosen
-    JOIN {{schema}}.topic t ON t.retry_of = chosen.group_id
-    JOIN {{schema}}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
+    JOIN {schema}.topic t ON t.retry_of = chosen.group_id
+    JOIN {schema}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
     ORDER BY chosen.log_id
     ON CONFLICT DO NOTHING
     RETURNING log_id
 ), counted AS (
     -- After a reset, the group may have an entry of a message that waits for its first attempt after a replay already.
-    UPDATE {{schema}}.subscription known SET discarded = discarded + one.letters
+    UPDATE {schema}.subscription known SET discarded = discarded + one.letters
     FROM (
         SELECT topic_id, count(*) AS letters FROM chosen
         WHERE NOT EXISTS (SELECT FROM delivered WHERE delivered.log_id = chosen.log_id)
@@ -197,9 +199,11 @@ def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
-        for (topic_id,) in run.rows(_TOPICS, values):
+        locked = run.rows(_LOCK, values)
+        for topic_id in sorted({topic_id for _, topic_id in locked}):
             registration.ensure_retry_queue(run, values["group_id"], topic_id)
-        return int(run.one(_REPLAY, values)[0])
+        log_ids = bigints([log_id for log_id, _ in locked])
+        return int(run.one(_REPLAY, {"group_id": values["group_id"], "log_ids": log_ids})[0])
 
 
 _DISCARD = Statement(f"""{_CHOSEN}

@@ -117,6 +117,7 @@ def _in_retry_queues(table: LiteralString) -> Statement:
 # At the same time, a tick may replace rows of `scheduled` by entries. Its DELETE waits for the tick, and that of
 # `consume_queue` sees the new entries.
 _FORGET: Final = [
+    _of_messages("quarantined_message"),
     _of_queues("queue_lease"),
     *map(_in_retry_queues, ("scheduled", "consume_queue")),
     *map(_of_queues, ("consumer_offset", "finished_ahead")),
@@ -129,12 +130,12 @@ _FORGET: Final = [
 _IN_RETRY_QUEUES: Final = """
 queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s)
 """
-# Also the rows of topics to which the group does not subscribe any more. Leases are locked before offsets, as all other
-# statements do (docs/maintainers/storage.md, Locks).
+# Also the rows of topics to which the group does not subscribe any more. Messages in quarantine are locked before
+# leases, and leases before offsets, as in all other transactions (docs/maintainers/storage.md, Locks).
 _FORGET_GROUP: Final = [
     Statement(f"DELETE FROM {{schema}}.{table} WHERE {condition}")
     for condition, tables in (
-        ("group_id = %(group_id)s", ("queue_lease",)),
+        ("group_id = %(group_id)s", ("quarantined_message", "queue_lease")),
         (_IN_RETRY_QUEUES, ("scheduled", "consume_queue", "queue")),
         ("group_id = %(group_id)s", ("dead_letter", "failure", "timed_out", "consumer_offset", "consumer")),
         ("retry_of = %(group_id)s", ("topic",)),

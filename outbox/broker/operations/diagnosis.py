@@ -46,7 +46,8 @@ _CLOCK: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double 
 
 _TOPICS: Final = Statement("""
 SELECT name FROM {schema}.topic
-WHERE retry_of IS NULL AND NOT EXISTS (SELECT FROM {schema}.subscription WHERE subscription.topic_id = topic.topic_id)
+WHERE retry_of IS NULL AND deleted_at IS NULL
+  AND NOT EXISTS (SELECT FROM {schema}.subscription WHERE subscription.topic_id = topic.topic_id)
 ORDER BY name
 """)
 

@@ -473,7 +473,8 @@ def overview(run: Executor, summary: Summary) -> Overview:
     for rest in summary.rests:
         of_group = places.get(rest.group, [])
         topics = [place for place in of_group if not place.is_retry]
-        oldest = min((place.oldest_at for place in topics if place.oldest_at is not None), default=None)
+        # JSON has an infinite time as a text.
+        oldest = min((float(place.oldest_at) for place in topics if place.oldest_at is not None), default=None)
         groups.append(
             Row(
                 name=rest.group,

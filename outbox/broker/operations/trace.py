@@ -86,7 +86,10 @@ WITH asked AS MATERIALIZED (
 SELECT asked.message_id, CASE
     WHEN asked.rolled_back THEN 'gone'
     WHEN asked.undecided OR entry.ahead
-         OR EXISTS (SELECT FROM {{schema}}.scheduled WHERE scheduled.log_id = asked.log_id)
+         OR EXISTS (SELECT FROM {{schema}}.scheduled
+                    LEFT JOIN {{schema}}.queue USING (queue_id) LEFT JOIN {{schema}}.topic USING (topic_id)
+                    WHERE scheduled.log_id = asked.log_id
+                      AND (scheduled.queue_id IS NULL OR retry_of = (SELECT group_id FROM consumer)))
          OR EXISTS (SELECT FROM {{schema}}.held WHERE held.log_id = asked.log_id) THEN 'waiting'
     WHEN dead.discarded_at IS NOT NULL THEN 'discarded'
     WHEN dead.log_id IS NOT NULL AND dead.replayed_at IS NULL THEN 'dead'

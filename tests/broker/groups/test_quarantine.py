@@ -9,8 +9,10 @@ import pytest
 
 from outbox.broker.groups import leases, members, quarantine
 from outbox.broker.groups.quarantine import QuarantineAttempt, RunningCall
+from outbox.broker.operations.changes import reset
+from outbox.broker.operations.deletion import delete_group
 from outbox.message import Delivery, Message
-from outbox.subscription import Mode, OnError, Subscription
+from outbox.subscription import Mode, OnError, Start, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
 
 TERM = 600.0
@@ -214,3 +216,18 @@ def test_every_instance_of_a_broadcast_group_gives_the_message_up(bench: Consump
         seen.clear()
         runtime.run_once()
         assert sorted(seen) == ["k1", "k2"]
+
+
+def test_a_message_that_its_group_does_not_get_any_more_leaves_the_quarantine(case: Case) -> None:
+    def held() -> list[int]:
+        return [log_id for (log_id,) in case.bench.rows("SELECT log_id FROM outbox.quarantined_message")]
+
+    case.put_into_quarantine()
+    reset(case.run, "g", "orders", Start.EARLIEST)
+    assert held() == [case.log_id]
+    reset(case.run, "g", "orders", Start.LATEST)
+    assert held() == []
+    case.put_into_quarantine()
+    case.bench.connection.execute("DELETE FROM outbox.consumer")
+    delete_group(case.run, "g", topic="orders")
+    assert held() == []

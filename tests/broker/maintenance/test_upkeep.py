@@ -175,6 +175,39 @@ def test_retention_keeps_what_a_group_has_not_consumed_up_to_the_hard_cap(
     assert "expired" in {one.kind for one in incidents.recent(Executor(connection, "outbox"))}
 
 
+@pytest.mark.parametrize(("behind", "left"), [(0, 0), (20, 20)])
+def test_messages_of_a_clock_that_was_ahead_keep_nothing_behind_them(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection, behind: int, left: int
+) -> None:
+    _subscribe(connection, "orders")
+    broker.send([message() for _ in range(20)])
+    drain(new_sequencer(database), connection)
+    _consume(connection, short_of_the_end=behind)
+    first = "SELECT min(log_id) FROM outbox.consume_queue GROUP BY queue_id"
+    connection.execute(f"UPDATE outbox.commit_log SET stored_at = 'infinity' WHERE log_id IN ({first})".encode())
+    connection.execute(f"UPDATE outbox.consume_queue SET queued_at = 'infinity' WHERE log_id IN ({first})".encode())
+    _clean(connection)
+    assert _count(connection, "commit_log") == 20, "the messages behind them are young"
+    _age(connection, 4)
+    _clean(connection)
+    assert _count(connection, "commit_log") == left
+    _age(connection, 40)
+    _clean(connection)
+    assert _count(connection, "commit_log") == 0
+
+
+def test_a_clock_that_is_behind_removes_nothing(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    broker.send([message() for _ in range(20)])
+    drain(new_sequencer(database), connection)
+    _consume(connection)
+    _age(connection, -400)
+    _clean(connection)
+    assert _count(connection, "commit_log") == 20
+
+
 def test_the_hard_cap_counts_from_when_a_message_could_be_consumed(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

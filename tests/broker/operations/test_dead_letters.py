@@ -6,6 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups import registration
 from outbox.broker.operations.changes import reset
 from outbox.broker.operations.dead_letters import LetterSelection, discard, list_dead_letters, replay
 from outbox.broker.operations.trace import trace
@@ -109,3 +111,30 @@ def test_what_waits_in_a_retry_queue_is_kept(orders: ConsumptionBench) -> None:
     discard(orders.run, "g", LetterSelection())
     clean(orders)
     assert keys(orders) == []
+
+
+def test_a_letter_that_arrives_during_a_replay_waits_for_the_next_one(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of a topic for which the group has no retry queue yet."""
+    orders.declare("points", queues=1)
+    publish(orders, "bad 1")
+    publish(orders, "bad 2", topic="points")
+    consume(orders)
+    consume(orders, topic="points")
+    hidden = orders.rows("DELETE FROM outbox.dead_letter d USING outbox.commit_log l WHERE l.log_id = d.log_id"
+                         " AND key = 'bad 2' RETURNING d.group_id, d.log_id")[0]  # fmt: skip
+    ensure = registration.ensure_retry_queue
+
+    def meanwhile(run: Executor, group_id: int, topic_id: int) -> int:
+        with orders.database.connect() as other:
+            other.execute(
+                "INSERT INTO outbox.dead_letter (group_id, log_id, attempts, error) VALUES (%s, %s, 1, 'E: x')", hidden
+            )
+        return ensure(run, group_id, topic_id)
+
+    monkeypatch.setattr(registration, "ensure_retry_queue", meanwhile)
+    assert replay(orders.run, "g") == 1
+    assert _dead(orders) == ["bad 2"]
+    monkeypatch.undo()
+    assert replay(orders.run, "g") == 1

@@ -153,6 +153,9 @@ def test_a_topic_goes_with_its_subscriptions_and_retention_takes_its_messages(sh
     with pytest.raises(UnknownTopic):
         TopicCatalog("outbox").get(shop.connection, "orders")
     clean(shop)
+    assert "new" in keys(shop), "for two hours, in which a ledger has its transaction"
+    age(shop, 1 / 8)
+    clean(shop)
     assert keys(shop) == ["bad", "delayed", "good", "late", "later"], "of points, and what is in no queue yet"
     # No message is lost: one that is decided now is queued, and is removed after its retention time.
     shop.broker.end(

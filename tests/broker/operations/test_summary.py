@@ -13,6 +13,7 @@ from psycopg.types.json import Jsonb
 from outbox import Delivery
 from outbox.broker import operations
 from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import register
 from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations import summary
 from outbox.broker.operations.audit import count_messages
@@ -220,3 +221,16 @@ def test_looking_for_a_blocked_queue_leaves_out_the_other_topics_of_its_group(be
         [found] = [one for one in survey(Executor(fresh, "outbox")).verdict.conditions if one.name == "blocked_queue"]
         assert [fact["topic"] for fact in found.evidence] == ["parcels"]
         assert rows_read(fresh)["commit_log"] <= 5
+
+
+def test_an_impossible_time_beside_a_usual_one(bench: ConsumptionBench) -> None:
+    for topic in ("orders", "points"):
+        bench.declare(topic)
+        register(bench.run, Subscription(group="g", topic=topic))
+        bench.publish(keyed(topic, 1, 1))
+    bench.connection.execute(
+        "UPDATE outbox.commit_log SET stored_at = '-infinity' FROM outbox.topic"
+        " WHERE topic.topic_id = commit_log.topic_id AND name = 'orders'"
+    )
+    [group] = summary.overview(bench.run, summary.count(bench.run)).groups
+    assert group.lag == 2
