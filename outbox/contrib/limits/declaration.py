@@ -91,13 +91,15 @@ class Limits(SubscriptionOption):
         """Return these limits with the fields of an operator's override, as the broker stores it.
 
         An override may be older than the code. So a field that no longer fits has no effect: `per_key` if these limits
-        have none, and `burst` without a rate.
+        have none, and `burst` without a rate. A burst that is too large for the rate becomes the largest allowed one.
         """
         fields = {**self.stored(), **(override or {})}
         if self.per_key is None:
             fields.pop("per_key", None)
-        if "rate" not in fields:
+        if (per_second := _per_second(fields.get("rate"))) is None:
             fields.pop("burst", None)
+        else:
+            fields["burst"] = min(fields["burst"], int(per_second * names.MAX_DELAY_SECONDS))
         return type(self)(**fields)
 
     def __str__(self) -> str:

@@ -246,6 +246,8 @@ def test_a_lower_limit_of_a_key_holds_for_the_next_call(bench: ConsumptionBench)
         (Limits(running=5), {"burst": 7}, Limits(running=5)),
         (Limits(running=5), {"per_key": 2, "running": 3}, Limits(running=3)),
         (Limits(rate="5/s"), {"burst": 7, "running": 2}, Limits(rate="5/s", burst=7, running=2)),
+        (Limits(rate="100/min", burst=500), {"rate": "1/day"}, Limits(rate="1/day", burst=366)),
+        (Limits(rate="1/day"), {"burst": 500}, Limits(rate="1/day", burst=366)),
     ],
 )
 def test_an_override_that_is_older_than_the_code_does_not_stop_the_process(
