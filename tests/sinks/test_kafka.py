@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Message
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message
 
 from outbox.contrib.forwarding.sinks.formats import format_named
 from outbox.contrib.forwarding.sinks.kafka import KafkaSink
@@ -123,6 +124,29 @@ def test_a_missing_server_uses_up_no_attempt() -> None:
     with closing(KafkaSink(servers=f"127.0.0.1:{free_ports(1)[0]}", timeout_seconds=0.5)) as sink:
         with pytest.raises(ServiceUnavailable, match="acknowledged no message"):
             sink.send([PLAIN(delivery(), "orders")])
+
+
+def test_after_a_fatal_error_the_next_call_has_a_new_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka reports the error once, by `poll`, and refuses each later message."""
+    given = [PLAIN(delivery(), "orders")]
+
+    def fail(*_: object, **__: object) -> None:
+        raise KafkaException(KafkaError(KafkaError._FATAL, "not allowed"))
+
+    producers = iter(
+        [
+            SimpleNamespace(produce=lambda *_, **__: None, poll=fail),
+            SimpleNamespace(produce=fail),
+            SimpleNamespace(produce=lambda *_, on_delivery, **__: on_delivery(None, None)),
+        ]
+    )
+    monkeypatch.setattr(KafkaSink, "_made", lambda _: next(producers))
+    sink = KafkaSink(servers="h:1")
+    with pytest.raises(ServiceUnavailable, match="not allowed"):
+        sink.send(given)
+    [error] = sink.send(given)
+    assert isinstance(error, NotAcknowledged)
+    assert sink.send(given) == [None]
 
 
 def test_what_cannot_be_right() -> None:

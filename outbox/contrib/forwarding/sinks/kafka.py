@@ -7,6 +7,7 @@ again. A reader that must process a message only once must compare the ids in th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class KafkaSink:
         self._producer: Producer | None = self._made()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages. If Kafka acknowledges no message in time, raises ServiceUnavailable."""
+        """Send messages. If Kafka acknowledges no message in time, or the producer fails, raises ServiceUnavailable."""
         producer = self._current()
         # An exception is about a message that the library could not encode, so it was not sent.
         outcomes: dict[int, KafkaError | Exception | None] = {}
@@ -71,9 +72,10 @@ class KafkaSink:
             except (ValueError, TypeError, OverflowError) as error:
                 outcomes[place] = error
         while len(outcomes) < len(messages):
-            producer.poll(_POLL_SECONDS)
+            self._poll(producer)
         errors = [error for error in outcomes.values() if isinstance(error, KafkaError)]
-        if any(error.fatal() for error in errors):
+        # After a fatal error, `produce` raises this code, although `fatal()` of the error is false.
+        if any(error.code() == KafkaError._FATAL for error in errors):
             self._drop(producer)
         if len(errors) == len(messages) and all(error.code() == KafkaError._MSG_TIMED_OUT for error in errors):
             raise ServiceUnavailable(f"kafka {self._servers} acknowledged no message")
@@ -85,7 +87,8 @@ class KafkaSink:
             producer, self._producer = self._producer, None
         if producer is not None:
             producer.purge()
-            producer.flush(5)
+            with contextlib.suppress(KafkaException):
+                producer.flush(5)
 
     def _produce(
         self, producer: Producer, place: int, message: Outgoing, outcomes: dict[int, KafkaError | Exception | None]
@@ -102,10 +105,18 @@ class KafkaSink:
                 )
                 return
             except BufferError:
-                producer.poll(_POLL_SECONDS)
+                self._poll(producer)
             except KafkaException as error:
                 outcomes[place] = error.args[0]
                 return
+
+    def _poll(self, producer: Producer) -> None:
+        """Wait for acknowledgements. If the producer has failed, raises ServiceUnavailable."""
+        try:
+            producer.poll(_POLL_SECONDS)
+        except KafkaException as error:
+            self._drop(producer)
+            raise ServiceUnavailable(f"kafka {self._servers}: the producer failed: {error.args[0].str()}") from error
 
     def _result(self, message: Outgoing, error: KafkaError | Exception | None) -> Exception | None:
         if error is None:
