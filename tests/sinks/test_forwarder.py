@@ -82,6 +82,17 @@ def test_what_is_behind_a_refused_message_of_its_key_is_not_sent(sink: ListSink)
     assert sink.sent == [b"1", b"4"]
 
 
+def test_a_body_that_is_nested_too_deeply_is_rejected_alone(sink: ListSink) -> None:
+    structured = format_named("cloudevents-structured", binding="http", source="/shop")
+    deep = b"[" * 100_000 + b"]" * 100_000
+    given = [delivery(key, body=body) for key, body in (("a", b"1"), ("b", deep), ("c", b"3"))]
+    with pytest.raises(PartialFailure) as failure:
+        Forwarder(sink, "orders", structured)(given)
+    [(message_id, error)] = failure.value.errors.items()
+    assert (message_id, type(error)) == (given[1].message_id, Rejected)
+    assert len(sink.sent) == 2
+
+
 def test_an_endpoint_that_is_away_is_nobodys_fault(sink: ListSink) -> None:
     sink.away = ServiceUnavailable("away")
     with pytest.raises(ServiceUnavailable):

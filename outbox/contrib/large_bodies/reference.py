@@ -46,7 +46,7 @@ class Reference:
             whole = isinstance(found.size, int) and isinstance(found.content_type, str)
             if whole and _NAME.fullmatch(found.name) and _DIGEST.fullmatch(found.sha256):
                 return found
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"it is not a reference to a large body: {shown_text(error)}") from error
         raise ValueError("it is not a reference to a large body")
 

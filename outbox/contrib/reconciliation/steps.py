@@ -325,7 +325,7 @@ def _described(message: Message) -> str:
     names = masked_names(get_settings().masked_fields, message.topic)
     try:
         body = json.dumps(masked_value(json.loads(message.body), names), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = "not shown" if names else message.body[:_SHOWN_BODY].decode("utf-8", "backslashreplace")
     shown = body if len(body) <= _SHOWN_BODY else f"{body[:_SHOWN_BODY]} …"
     return f"{typed}{len(message.body)} bytes of {message.content_type}: {shown}"

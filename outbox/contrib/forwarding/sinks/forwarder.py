@@ -35,7 +35,7 @@ SUSPEND_SECONDS: Final = 5.0
 # If the storage of large bodies takes longer to fail, the other bodies of the call are not asked for.
 _SLOW_SECONDS: Final = 1.0
 # ValueError includes UnicodeError.
-_ABOUT_DATA: Final = (ValueError, TypeError, LookupError, ArithmeticError, struct.error)
+_ABOUT_DATA: Final = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error)
 
 
 class RawCodecs(Codecs):
@@ -110,7 +110,7 @@ class Forwarder:
                 errors[place] = error
                 if time.monotonic() - began > _SLOW_SECONDS:
                     away = error
-            except (ValueError, TypeError, UndecodableBody) as error:
+            except (ValueError, TypeError, RecursionError, UndecodableBody) as error:
                 errors[place] = Rejected(
                     f"message {delivery.message_id} cannot be written in this format: {shown_text(error)}"
                 )
