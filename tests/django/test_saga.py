@@ -368,6 +368,26 @@ def test_a_record_that_was_deleted_ends_its_saga(hotel: SimpleNamespace) -> None
     assert is_free(hotel.room)
 
 
+def test_a_record_whose_key_was_given_in_another_form_has_one_saga(hotel: SimpleNamespace) -> None:
+    """Django leaves a UUID as it was given to a new record, such as a text without hyphens."""
+    with transaction.atomic():
+        record = Booking.objects.create(room=hotel.room, guest="ada")
+        number, record.pk = record.pk, f"0{record.pk}"
+        hotel.saga.start(record)
+    assert drain().failed == 0
+    assert hotel.saga.progress(record.pk).state == SagaState.WAITING
+    assert hotel.saga.deadline_key(record.pk, "pay") == hotel.saga.deadline_key(number, "pay")
+    record.delete()
+    assert not SagaProgress.objects.exists()
+
+
+def test_a_saga_without_its_row_ends(hotel: SimpleNamespace) -> None:
+    hotel.book(hotel.room, "ada")
+    SagaProgress.objects.all().delete()
+    assert drain().failed == 0
+    assert is_free(hotel.room)
+
+
 def test_mistakes_are_refused_when_they_are_declared() -> None:
     saga = Saga("wrong", Booking, topic="bookings")
 

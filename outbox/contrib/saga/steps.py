@@ -159,7 +159,7 @@ class Saga(Generic[Record]):
         self._locked(record.pk)
         progress, is_new = SagaProgress.objects.using(self._alias).get_or_create(
             saga=self.name,
-            record=str(record.pk),
+            record=self._stored_pk(record.pk),
             defaults={"state": SagaState.RUNNING, "step": self._steps[0].name, "changed_at": timezone.now()},
         )
         if not is_new:
@@ -187,7 +187,7 @@ class Saga(Generic[Record]):
 
     def deadline_key(self, pk: object, step: str) -> str:
         """Return the key of the deadline message of a record and a step. No other message has this key."""
-        return f"{self.name}/{pk}/{step}"
+        return f"{self.name}/{self._stored_pk(pk)}/{step}"
 
     # -- declaration ------------------------------------------------------------------------------------
 
@@ -233,7 +233,10 @@ class Saga(Generic[Record]):
             logger.warning("saga %s: its record %s was deleted, so %s ends", self.name, pk, delivery.tag)
             self._progress(pk).delete()
             return
-        progress = self._progress(pk).select_for_update().get()
+        progress = self._progress(pk).select_for_update().first()
+        if progress is None:
+            logger.warning("saga %s: the progress of record %s was deleted, so %s ends", self.name, pk, delivery.tag)
+            return
         stands_at = SagaState(progress.state), progress.step
         if delivery.tag == step.name and stands_at == (SagaState.RUNNING, step.name):
             self._run(record, progress, step)
@@ -320,8 +323,11 @@ class Saga(Generic[Record]):
         Lock the record before you lock this row. Application code uses the same order if it locks the record and then
         calls `proceed` or `refuse`, so no deadlock is possible.
         """
-        value = self._record._meta.pk.to_python(pk)
-        return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
+        return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=self._stored_pk(pk))
+
+    def _stored_pk(self, pk: object) -> str:
+        """Return a primary key as the saga stores it. A new record may have its key in another form than a read one."""
+        return str(self._record._meta.pk.to_python(pk))
 
     def _locked(self, pk: object) -> Record:
         return self._record._base_manager.using(self._alias).select_for_update().get(pk=pk)
@@ -377,7 +383,8 @@ class Saga(Generic[Record]):
 
     def _forget(self, instance: models.Model, using: str, **_: Any) -> None:
         """Delete the progress of a deleted record, because another record may get the same primary key."""
-        SagaProgress.objects.using(using).filter(saga=self.name, record=str(instance.pk)).delete()
+        stored_pk = self._stored_pk(instance.pk)
+        SagaProgress.objects.using(using).filter(saga=self.name, record=stored_pk).delete()
 
 
 # Examine a saga's message only after this time, because the message may still wait for its handler.
