@@ -167,6 +167,15 @@ def test_an_endless_answer_does_not_fill_memory() -> None:
     assert outcome(Answer(200, body=b"x" * 5_000_000)) is None
 
 
+@pytest.mark.parametrize("body", [b"no chunk\r\n", b"5\r\nok"], ids=["broken", "unfinished"])
+def test_the_status_counts_although_the_body_breaks_off(body: bytes) -> None:
+    """Otherwise a receiver that has accepted a message would get it again without an end."""
+    for status, meaning in ((200, type(None)), (400, Rejected)):
+        answer = Answer(status, {"Transfer-Encoding": "chunked"}, body)
+        with serving(keeping([], answer)) as port:
+            assert isinstance(post(sink(port, timeout_seconds=0.2)), meaning)
+
+
 # -- where requests go ------------------------------------------------------------------------------
 
 

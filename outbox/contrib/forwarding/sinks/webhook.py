@@ -6,6 +6,7 @@ attacker cannot change the address between the check and the connection (DNS reb
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
@@ -179,13 +180,14 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
 def _beginning(response: httpx.Response) -> str:
     """Return the first bytes of the answer, not decompressed, so that a receiver cannot fill the memory.
 
-    If the answer was read completely, the connection stays open.
+    If the answer was read completely, the connection stays open. If it breaks off, its status counts all the same.
     """
     body = b""
-    for chunk in response.iter_raw(4096):
-        body += chunk
-        if len(body) >= _MOST_RESPONSE_BYTES:
-            break
+    with contextlib.suppress(httpx.HTTPError):
+        for chunk in response.iter_raw(4096):
+            body += chunk
+            if len(body) >= _MOST_RESPONSE_BYTES:
+                break
     return body.decode(errors="replace")
 
 
