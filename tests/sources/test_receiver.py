@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from kombu.connection import Connection
 from kombu.entity import Queue
+from kombu.message import Message as TransportMessage
 from kombu.messaging import Producer
 
 from outbox.contrib.receiving.sources.kombu import KombuSource
@@ -206,6 +207,12 @@ def compressed(queue: str) -> KombuSource:
                 headers=headers,
             )
     return KombuSource(url="memory://", queue=queue)
+
+
+def test_a_text_that_is_not_unicode_is_a_body() -> None:
+    """Some transports give texts; a body that is no UTF-8 is then a matter of the handlers."""
+    message = TransportMessage(body="\ud800", delivery_tag=1)
+    assert KombuSource(url="memory://", queue="q")._incoming(message).body == b"\xed\xa0\x80"
 
 
 def test_what_no_message_can_help_ends_the_receiver(bench: ConsumptionBench) -> None:

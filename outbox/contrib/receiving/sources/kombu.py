@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kombu.connection import Connection
@@ -18,6 +20,8 @@ from outbox.utils.safe_text import error_line, mask_passwords
 
 # After the first message, the source waits for further messages for this number of seconds.
 _MORE_SECONDS: Final = 0.01
+# py-amqp raises these errors for a message whose routing key, properties or headers it cannot decode.
+_UNREADABLE: Final = (ValueError, OverflowError, RecursionError, struct.error)
 
 
 class KombuSource:
@@ -45,21 +49,31 @@ class KombuSource:
         self._declare = declare
         self._prefetch = prefetch
         self._connection: Any = None
+        self._close_socket: Callable[[], None] = _no_socket
         self._waiting: deque[Message] = deque()
+        self._unreadable: ServiceUnavailable | None = None
         self._errors = (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
         """Return messages. Raises ServiceUnavailable."""
         try:
             connection = self._open()
-            while len(self._waiting) < limit:
+            while self._unreadable is None and len(self._waiting) < limit:
                 try:
                     connection.drain_events(timeout=_MORE_SECONDS if self._waiting else wait_seconds)
                 except TimeoutError:
                     break
+                except _UNREADABLE as error:
+                    # The messages before it are returned first. After that, it is the first message of the queue.
+                    self._unreadable = ServiceUnavailable(
+                        f"{self._name} has a message that cannot be decoded: {error_line(error)}. "
+                        "Remove this message from the queue."
+                    )
         except self._errors as error:
             raise self._unavailable(error) from error
         taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+        if self._unreadable is not None and not taken:
+            raise self._unreadable
         return [self._incoming(message) for message in taken]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
@@ -73,14 +87,21 @@ class KombuSource:
     def close(self) -> None:
         """Close the connection. The next call of `receive` opens another connection."""
         self._waiting.clear()
+        self._unreadable = None
         if self._connection is not None:
-            self._connection.release()
+            # A close reads messages until the answer comes. If it cannot decode one, it leaves the socket open.
+            with contextlib.suppress(*_UNREADABLE):
+                self._connection.release()
+            self._close_socket()
             self._connection = None
 
     def _open(self) -> Any:
         if self._connection is None:
             self._connection = self._template.clone()
             channel = self._connection.channel()
+            self._close_socket = getattr(channel.connection, "collect", _no_socket)
+            # Otherwise py-amqp decodes a body by the content encoding that the sender names.
+            channel.auto_decode = False
             channel.basic_qos(0, self._prefetch, False)
             queue = Queue(self._queue, durable=True, no_declare=not self._declare)
             consumer = Consumer(
@@ -102,10 +123,14 @@ class KombuSource:
         return Incoming(
             message_id=text_of(message.properties.get("message_id") or ""),
             sender=text_of(message.properties.get("app_id") or ""),
-            body=bytes(body) if isinstance(body, (bytes, memoryview)) else str(body).encode(),
+            body=bytes(body) if isinstance(body, (bytes, memoryview)) else str(body).encode(errors="surrogatepass"),
             where=f"message {message.delivery_tag} of {self._name}",
             content_type=message.content_type or "",
             headers=headers,
             problem="; ".join(error_line(error) for _, error, _ in message.errors if error is not None),
             handle=message,
         )
+
+
+def _no_socket() -> None:
+    """Only py-amqp has a socket that must be closed separately."""
