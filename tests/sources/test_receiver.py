@@ -16,7 +16,7 @@ from outbox.contrib.receiving.sources.kombu import KombuSource
 from outbox.contrib.receiving.sources.receiver import Received, Receiver, UnstorableMessage
 from outbox.contrib.receiving.sources.source import Incoming, Source, convert, message_id_of
 from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
-from outbox.message import Message
+from outbox.message import Message, SendReceipt
 from outbox.names import MAX_BODY_BYTES
 from outbox.topic import MessageType
 from tests.broker.bench import FIFO, ConsumptionBench
@@ -83,6 +83,23 @@ def test_what_is_not_acknowledged_comes_again_and_is_stored_once(bench: Consumpt
     ]
     assert receiver(bench, source).run_once() == Received(stored=5)
     assert (source.messages, stored(bench)) == ([], [b"0", b"1", b"2", b"3", b"4", b"5"])
+
+
+def test_large_messages_are_stored_in_parts(bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call, a batch of them would exceed the deadline each time that the source delivers it."""
+    send, calls = bench.broker.send, []
+
+    def note_and_send(messages: Sequence[Message]) -> list[SendReceipt]:
+        calls.append([len(one.body) for one in messages])
+        return send(messages)
+
+    monkeypatch.setattr(bench.broker, "send", note_and_send)
+    half = MAX_BODY_BYTES // 2
+    sizes = [half, half, 1, 2 * half, 1, half]
+    source = ListSource(*(incoming(f"m{n}", bytes(size)) for n, size in enumerate(sizes)))
+    assert receiver(bench, source).run_once() == Received(stored=6)
+    assert calls == [[half, half], [1], [2 * half], [1, half]]
+    assert [len(body) for body in stored(bench)] == sizes
 
 
 def test_key_tag_and_headers_are_those_of_a_sink_or_a_cloud_event(bench: ConsumptionBench) -> None:

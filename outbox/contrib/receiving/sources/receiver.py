@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
@@ -123,14 +123,15 @@ class Receiver:
         done = Received()
         if not received:
             return done
-        whole = self._all_at_once(received)
-        if whole:
-            done.stored = len(received)
-        for one in () if whole else received:
-            if self._store(one):
-                done.stored += 1
-            else:
-                done.put_aside += 1
+        for part in _parts(received):
+            whole = self._all_at_once(part)
+            if whole:
+                done.stored += len(part)
+            for one in () if whole else part:
+                if self._store(one):
+                    done.stored += 1
+                else:
+                    done.put_aside += 1
         point("receive.after_send")
         self._source.acknowledge(received)
         return done
@@ -188,6 +189,22 @@ class Receiver:
             headers={**headers, "body-bytes": str(len(one.body))},
             content_type="application/octet-stream",
         )
+
+
+def _parts(received: Sequence[Incoming]) -> Iterator[Sequence[Incoming]]:
+    """Yield the messages in parts that one call stores within its deadline: with as many bytes as a message may have.
+
+    A batch that exceeds the deadline would be received again, and exceed it again.
+    """
+    part: list[Incoming] = []
+    size = 0
+    for one in received:
+        size += len(one.body)
+        if part and size > MAX_BODY_BYTES:
+            yield part
+            part, size = [], len(one.body)
+        part.append(one)
+    yield part
 
 
 def _text(value: str) -> str:
