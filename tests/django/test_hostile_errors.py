@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, BinaryIO
+from uuid import UUID
 
 import pytest
 
 from outbox import Check, Delivery, Message
 from outbox.checkback import CheckBack
+from outbox.codec import Codecs, UnreadBody
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
-from outbox.errors import PartialFailure
+from outbox.errors import MissingBody, PartialFailure
 from outbox.memory import InMemoryBroker
 from outbox.ports import Disposition
 from outbox.utils.ids import uuid7
@@ -22,7 +25,7 @@ from outbox.utils.safe_text import LONGEST_TEXT, error_line, printable
 from tests.django.shop.models import Effect
 from tests.hostile import FAILURES, BrokenText, Value
 
-pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "no_claims")
 
 MASKED = {"*": frozenset({"iban"})}
 
@@ -89,6 +92,37 @@ def test_a_text_in_the_place_of_an_error_is_a_failure() -> None:
     assert isinstance(first, Exception) and "'no such order'" in error_line(first)
     assert isinstance(second, Exception) and "whose __repr__ raised LookupError" in error_line(second)
     assert third is Disposition.HANDLED
+
+
+def test_a_body_that_cannot_be_read_fails_its_own_message() -> None:
+    """The values of masked fields are looked for in all bodies of the call."""
+
+    def missing() -> BinaryIO:
+        raise MissingBody
+
+    @subscriber("orders", group="effects", using="default", batch=10)
+    def effect(given: Sequence[Delivery]) -> None:
+        errors: dict[UUID, Exception] = {}
+        for one in given:
+            try:
+                Effect.objects.create(number=one.body["iban"])
+            except MissingBody as error:
+                errors[one.message_id] = error
+        raise PartialFailure(errors)
+
+    unread = replace(delivery("bad"), body=UnreadBody("application/json", missing, Codecs().decode))
+    handled, failed = call([delivery("good"), unread])
+    assert handled is Disposition.HANDLED and isinstance(failed, MissingBody)
+
+
+def test_a_value_that_cannot_be_masked_hides_the_text_of_its_error_only() -> None:
+    @subscriber("orders", group="effects", using="default")
+    def effect(given: Delivery) -> None:
+        given.body["iban"] = Value()
+        raise ValueError("no account DE12")
+
+    [failed] = call([delivery("one")])
+    assert isinstance(failed, ValueError) and "DE12" not in error_line(failed)
 
 
 def test_a_broken_checker_leaves_the_pass_alive() -> None:

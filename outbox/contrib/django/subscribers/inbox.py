@@ -823,10 +823,14 @@ class InboxInvoker:
         """Remove the values of masked fields from the errors."""
         errors = {id(one): one for one in results if isinstance(one, Exception)}
         if errors and self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
-            given = [*deliveries, *_as_published(deliveries)]
-            contents = [content for one in given for content in (one.body, one.headers)]
+            contents = [content for one in deliveries for content in _contents(one)]
             for error in errors.values():
-                show_as(error, masked_text(shown_text(error), contents, names))
+                try:
+                    text = masked_text(shown_text(error), contents, names)
+                except Exception as further:
+                    # The handler may have put any object into the body.
+                    text = f"its text is not shown, because masking it failed with {class_name(further)}"
+                show_as(error, text)
 
     def _results(
         self,
@@ -870,13 +874,20 @@ class InboxInvoker:
             refresh_connections()
 
 
-def _as_published(deliveries: Sequence[Delivery]) -> list[Delivery]:
-    """Return the deliveries with the bodies before the handler has changed them; none if they cannot be decoded."""
-    try:
-        return afresh(deliveries)
-    except Exception as error:
-        logger.info("the bodies cannot be decoded again, to mask an error: %s", class_name(error))
-        return []
+def _contents(delivery: Delivery) -> list[object]:
+    """Return the headers and the body of a delivery, and its body before the handler has changed it.
+
+    A body that cannot be read or decoded is left out.
+    """
+    contents: list[object] = [delivery.headers]
+    for again in (False, True):
+        try:
+            contents.append((afresh([delivery])[0] if again else delivery).body)
+        except Exception as error:
+            logger.info(
+                "the body of message %s cannot be read, to mask an error: %s", delivery.message_id, class_name(error)
+            )
+    return contents
 
 
 @dataclass(slots=True)
