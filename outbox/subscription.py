@@ -316,7 +316,7 @@ class Subscription:
             self.reaction(error)
             self.retry_delay_seconds(error, 1)
             pause = error.pause_seconds if isinstance(error, ServiceUnavailable) else None
-            if pause is not None and not 0 <= pause <= names.MAX_DELAY_SECONDS:
+            if pause is not None and not names.is_seconds(pause, names.MAX_DELAY_SECONDS):
                 raise ValueError("pause_seconds is not a number of seconds, or longer than a year")
         except Exception as further:
             return HandlerError(

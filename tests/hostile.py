@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from outbox.errors import PermanentError, RetryLater, ServiceUnavailable
@@ -175,4 +176,5 @@ FAILURES: dict[str, Callable[[], BaseException]] = {
     "ServiceUnavailable text": lambda: _paused("a while"),
     "ServiceUnavailable nan": lambda: _paused(float("nan")),
     "ServiceUnavailable for ever": lambda: _paused(float("inf")),
+    "ServiceUnavailable decimal": lambda: _paused(Decimal("0.1")),
 }

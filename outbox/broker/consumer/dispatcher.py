@@ -1132,8 +1132,12 @@ class ConsumerSession:
         # Any database session may send a notification. If its payload is not a list of ids, look at all queues.
         if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
             self._grown = None
-        else:
+            return
+        try:
             self._grown.update(map(int, queue_ids.split()))
+        except ValueError:
+            # Python refuses a number of more than 4,300 digits.
+            self._grown = None
 
     def _run_in_current_life(self) -> Executor:
         """Return the connection. If the server has begun a new life, first make the dispatcher drop its older data."""
