@@ -430,10 +430,8 @@ class Calls:
 
         Log ids may be used again in the new life, so a statement with an old id could change another message.
         """
-        for work in self._running:
-            work.redelivery = None
-        for work in self._finished:
-            work.redelivery = None
+        for work in (*self._running, *self._finished):
+            work.redelivery, work.renew_at = None, 0.0
 
     def give_up_claims(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
         """End and yield the running calls with a claimed message, because this process ends. They store nothing."""

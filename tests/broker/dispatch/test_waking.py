@@ -15,9 +15,10 @@ from outbox.broker.consumer.scheduler import Calls, Scheduler
 from outbox.broker.consumer.subscription_runner import SubscriptionRunner
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
+from outbox.broker.groups.redelivery import Redelivery
 from outbox.message import Delivery
 from outbox.ports import Disposition
-from outbox.subscription import Mode, Subscription
+from outbox.subscription import Effects, Mode, Subscription
 
 # Seconds; so many that no slow machine comes near them.
 SOON, LONG = 100.0, 1000.0
@@ -26,8 +27,8 @@ SOON, LONG = 100.0, 1000.0
 class Line:
     """One runner, whose handlers return when the test allows it."""
 
-    def __init__(self, mode: Mode = Mode.CONCURRENT) -> None:
-        subscription = Subscription(group="g", topic="t", mode=mode, threads=2)
+    def __init__(self, mode: Mode = Mode.CONCURRENT, effects: Effects = Effects.INSIDE) -> None:
+        subscription = Subscription(group="g", topic="t", mode=mode, effects=effects, threads=2)
         self.group = ConsumingGroup(1, "g", broadcast=False)
         self.subscribed = self.group.subscribe(subscription, _nothing, 1)
         self.queue = OwnedQueue(
@@ -119,3 +120,15 @@ def test_an_ordered_queue_continues_at_once() -> None:
     assert line.calls.finished(handled(work))
     line.over.set()
     line.scheduler.stop(within_seconds=10)
+
+
+def test_a_redelivery_of_an_earlier_life_is_not_waited_for() -> None:
+    """Its time would never be moved, and the dispatching thread would not sleep until the handler returns."""
+    line = Line(effects=Effects.OUTSIDE)
+    work = HandlerCall(line.subscribed, line.runner.lane, [])
+    line.calls.hold(work)
+    work.claimed(10.0)
+    work.redelivery, work.renew_at, work.has_left = Redelivery(1, 1, 0), 1.0, True
+    assert line.calls.deadlines() == [1.0]
+    line.calls.forget_redeliveries()
+    assert line.calls.deadlines() == []
