@@ -428,9 +428,11 @@ class RocketMQBroker:
                         f"RocketMQ's producer did not start: {client.described(error)}. Nothing was published."
                     ) from error
                 self._producer = producer
-                if self._answering is not None:
-                    self._answerer = self._answering(producer)
-                    self._answerer.start()
+            if self._answering is not None and self._answerer is None:
+                answerer = self._answering(self._producer)
+                # If the system refuses a thread, the next call tries again.
+                answerer.start()
+                self._answerer = answerer
             return self._producer
 
     def _pool(self) -> ThreadPoolExecutor:

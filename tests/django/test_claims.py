@@ -279,6 +279,23 @@ def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
         assert [call.result(20) for call in calls] == [HANDLED, HANDLED]
 
 
+def test_claims_are_renewed_after_the_system_has_refused_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    renewals = claims.Renewals("default")
+    claim = claims.Claim("default", "slow", 1, uuid7(), attempt=1, term_seconds=0.3)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError), renewals.of(claim, for_seconds=10):
+            pass
+    assert not renewals.holds(claim)
+    with renewals.of(claim, for_seconds=10):
+        renewing = renewals.thread
+        assert renewing is not None and renewing.is_alive()
+    renewing.join(10)
+
+
 def expire() -> None:
     """As if the process of the claim had been frozen for longer than the term."""
     execute("UPDATE outbox_claim SET expires_at = clock_timestamp()")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from kombu.messaging import Producer
 
 from outbox import hooks
 from outbox.contrib.django.settings.conf import parse_settings
+from outbox.contrib.receiving import running
 from outbox.errors import ConfigurationError
 from tests.django.processes import child, process
 from tests.django.sessions import broker_connection
@@ -50,6 +54,25 @@ def send(url: str, *messages: tuple[str, Any], **more: Any) -> None:
                 **{"headers": {"outbox-key": body["number"]}, **more},
                 **({"message_id": message_id} if message_id else {}),
             )
+
+
+def test_the_other_receivers_end_if_the_system_refuses_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process does not end before their threads."""
+    waiting = SimpleNamespace(run=lambda stop, on_round: stop.wait(60))
+    monkeypatch.setattr(running, "refuse_processes_in_tests", lambda: None)
+    monkeypatch.setattr(running, "receiving", lambda names: nullcontext({"first": waiting, "second": waiting}))
+    start = threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name == "receive-second":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    stop = threading.Event()
+    with pytest.raises(RuntimeError, match="new thread"):
+        running.run_receive(stop)
+    assert stop.is_set()
 
 
 def test_every_fault_point_is_armed() -> None:

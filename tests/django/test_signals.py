@@ -129,6 +129,25 @@ def test_receivers_that_are_too_slow_lose_signals_and_delay_nothing(
         signals.worker_started.disconnect(slow)
 
 
+def test_a_signal_without_a_thread_waits_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would end the dispatching thread, which tells of a dead letter."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(sending, "_thread", sending._SendingThread())
+    with received(signals.worker_started) as found:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(threading.Thread, "start", refuse)
+            sending.send("worker_started", roles=1)
+        assert "can't start new thread" in caplog.text
+        sending.send("worker_started", roles=2)
+        assert sending.flush(10)
+    assert [one["roles"] for one in found] == [1, 2]
+
+
 def test_the_error_of_a_worker_is_in_its_last_signal() -> None:
     with received(signals.worker_stopped) as found:
         with pytest.raises(LookupError), sending.working(["consumer"]):

@@ -6,6 +6,8 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -47,6 +49,23 @@ class Noting:
     def check_local_transactions(self, checks: Sequence[Check]) -> list[Answer]:
         self.asked.update(check.transaction_id for check in checks)
         return [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT) for check in checks]
+
+
+def test_checks_are_answered_after_the_system_has_refused_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [RuntimeError("can't start new thread")]
+
+    def start() -> None:
+        if errors:
+            raise errors.pop()
+
+    answering: Any = SimpleNamespace(start=start)
+    monkeypatch.setattr("outbox.rocketmq.client._started_in", None)
+    monkeypatch.setattr("outbox.rocketmq.broker.CheckingProducer", lambda *_, **__: SimpleNamespace(startup=list))
+    broker = RocketMQBroker("rocketmq://127.0.0.1:1", [], answering=lambda _: answering)
+    with pytest.raises(RuntimeError):
+        broker._started()
+    assert broker._answerer is None
+    assert broker._started() is broker._producer and broker._answerer is answering
 
 
 def test_checks_that_reach_no_producer_are_answered_through_the_administration_ports(

@@ -55,10 +55,14 @@ def run_receive(stop: threading.Event, names: Sequence[str] = ()) -> None:
             threading.Thread(target=receive, args=[one, rounds[name]], name=f"receive-{name}")
             for name, one in receivers.items()
         ]
-        for thread in threads:
-            thread.start()
-        while not stop.wait(1.0):
-            heartbeat.beat(ready=all(one.is_recent() for one in rounds.values()))
+        try:
+            for thread in threads:
+                thread.start()
+            while not stop.wait(1.0):
+                heartbeat.beat(ready=all(one.is_recent() for one in rounds.values()))
+        finally:
+            # The process ends only after these threads.
+            stop.set()
         for thread in threads:
             thread.join()
     if failed:

@@ -59,7 +59,10 @@ class _SendingThread:
             # A forked process has no thread of its parent.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._send_all, name="outbox-signals", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    logger.error("the signal %s waits for the next one, because no thread can start: %s", one[0], error)
         try:
             self._waiting.put_nowait(one)
         except queue.Full:

@@ -318,13 +318,15 @@ class Renewals:
         now = time.monotonic()
         renewal = _Renewal(now + claim.term_seconds / 3, now + for_seconds)
         with self._changed:
-            self._claims[claim] = renewal
             if self.thread is None:
                 self._wakes_at = renewal.due
-                self.thread = threading.Thread(target=self._loop, name=f"outbox-claims-{self.alias}", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self._loop, name=f"outbox-claims-{self.alias}", daemon=True)
+                # If the system refuses a thread, the next claim tries again.
+                thread.start()
+                self.thread = thread
             elif renewal.due < self._wakes_at:
                 self._changed.notify_all()
+            self._claims[claim] = renewal
         try:
             yield
         finally:
