@@ -12,6 +12,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.broker.database.executor import EARLIEST, LATEST
 from outbox.broker.database.statement import Statement
+from outbox.broker.maintenance import future_times
 from outbox.broker.operations import dead_letters, search, summary, trace
 from outbox.broker.transaction import checks
 from outbox.message import Message
@@ -157,6 +158,27 @@ def test_a_half_that_nobody_can_read_leaves_the_checks_of_others(orders: Consump
     claimed = checks.claim_checks(orders.run, "shop", limit=100, settings=CheckSettings())
     assert {check.transaction_id for check in claimed} == {*wanted, good.message_id}
     assert all(check.message.born_at.year in range(1, 10_000) for check in claimed)
+
+
+def test_a_time_without_end_stops_no_tick_no_fetch_and_no_check(orders: ConsumptionBench) -> None:
+    """Before version 17, PostgreSQL cannot subtract such a time."""
+    orders.connection.execute(_ROW, row(orders, deliver_at="infinity"))
+    orders.publish([Message(topic="orders", key="k", headers={"outbox-timeout": "60"}, body=encode({"n": 0}))])
+    halves = {time: row(orders, half=True) for time in ("infinity", "-infinity")}
+    for given in halves.values():
+        orders.connection.execute(_ROW, given)
+    statement = "UPDATE outbox.commit_log SET stored_at = %s::timestamptz WHERE message_id = coalesce(%s, message_id)"
+    for time, message_id in (("infinity", None), ("-infinity", halves["-infinity"]["message_id"])):
+        orders.connection.execute(statement, [time, message_id])
+    seen = Seen()
+    orders.run_until_idle(Subscription(group="g", topic="orders"), seen)
+    assert seen.ns == [0]
+    [claimed] = checks.claim_checks(orders.run, "shop", limit=100, settings=CheckSettings())
+    assert claimed.transaction_id == halves["-infinity"]["message_id"]
+    future_times.mend(orders.run)
+    assert orders.rows("SELECT count(*) FROM outbox.pending_check WHERE due_at < 'infinity'") == [(2,)]
+    for given in halves.values():
+        assert checks.find_undecided(orders.run, given["message_id"]) is not None
 
 
 def test_readers_show_such_rows(orders: ConsumptionBench) -> None:

@@ -19,7 +19,8 @@ from outbox.names import MAX_DELAY_SECONDS
 # is above the limit.
 _TRANSACTIONS: Final = Statement("""
 WITH ahead AS MATERIALIZED (
-    SELECT transaction_id, stored_at, immune_until - stored_at AS immunity
+    SELECT transaction_id, stored_at,
+           CASE WHEN isfinite(stored_at) THEN immune_until - stored_at ELSE interval '1 minute' END AS immunity
     FROM {schema}.pending_check WHERE stored_at > now() + interval '1 minute'
     ORDER BY transaction_id LIMIT 10000 FOR UPDATE SKIP LOCKED
 ), replaced AS (

@@ -60,7 +60,8 @@ WITH pending AS MATERIALIZED (
 )
 """
     + _ASKED_ABOUT
-    + """claimed.stored_at, extract(epoch FROM now() - claimed.stored_at)::double precision AS age_seconds,
+    + """claimed.stored_at,
+       (extract(epoch FROM now()) - extract(epoch FROM claimed.stored_at))::double precision AS age_seconds,
        claimed.checks, claimed.may_write, (SELECT count(*) FROM dropped) AS dropped
 FROM (SELECT) AS always
 LEFT JOIN claimed ON true
@@ -74,7 +75,8 @@ ORDER BY claimed.stored_at
 # that of any message of the transaction; the transaction has the id of its first message.
 _UNDECIDED = Statement(
     _ASKED_ABOUT
-    + """log.stored_at, extract(epoch FROM now() - log.stored_at)::double precision AS age_seconds,
+    + """log.stored_at,
+       (extract(epoch FROM now()) - extract(epoch FROM log.stored_at))::double precision AS age_seconds,
        coalesce(pending.checks, 0) AS checks, true AS may_write, 0 AS dropped
 FROM {schema}.commit_log log
 JOIN {schema}.topic USING (topic_id)

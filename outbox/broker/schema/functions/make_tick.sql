@@ -250,7 +250,8 @@ BEGIN
     END IF;
     -- A transaction that stores a retry commits a moment after it set the due time.
     nothing_due_before := nothing_due_before - interval '1 second';
-    next_due_seconds := extract(epoch FROM next_due - now());
+    -- Before version 17, PostgreSQL cannot subtract infinite times. Only a program beside outbox stores such a time.
+    next_due_seconds := extract(epoch FROM next_due) - extract(epoch FROM now());
     IF decision_count + due_count + released_count + held_count + closed_count > 0 THEN
         IF is_full_tick THEN
             SELECT coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}') INTO moved_queues, moved_heads
