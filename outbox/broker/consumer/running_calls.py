@@ -10,6 +10,7 @@ See decision 065.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -45,9 +46,10 @@ class RunningCalls:
         """Make slots for `calls` running calls of up to `batch` messages. Raises OSError if the disk is full."""
         self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
         size = _HEADER.size + calls * self._slot_bytes
-        # Write zeros instead of only setting the size of the file. If the disk is full, this write raises OSError.
-        # Without this write, a later access to a mapped page on a full disk would kill this process.
-        os.pwrite(descriptor, bytes(size), 0)
+        # Write zeros instead of only setting the size of the file. On a nearly full disk, this write stores only a
+        # part. Without this write, a later access to a mapped page on a full disk would kill this process.
+        if os.pwrite(descriptor, bytes(size), 0) < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._map = mmap.mmap(descriptor, size)
         self._slots = calls
         self._free = deque(range(calls))

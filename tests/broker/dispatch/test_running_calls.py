@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
 import sys
 import tempfile
@@ -52,6 +53,17 @@ def test_the_parent_sees_what_runs_and_not_what_has_come_back(file: Any) -> None
     calls.told_to_stop()
     left = running_calls.read(file.fileno())
     assert left is not None and left.told_to_stop
+
+
+def test_a_nearly_full_disk_is_an_error_of_the_disk(file: Any) -> None:
+    """The process then runs without notes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="space"):
+            RunningCalls(file.fileno(), uuid4(), calls=3, batch=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(
