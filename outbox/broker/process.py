@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements
@@ -59,6 +60,8 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
 def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, leader: Leader) -> None:
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
         run = Executor(connection, database.schema)
+        if timeouts.lift_where_direct(connection):
+            timeouts.limit_locks_for_session(connection)
         leader.begin(run, owner)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)

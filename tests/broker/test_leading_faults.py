@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import psycopg
 import pytest
 
 from outbox.broker.consumer import dispatcher
 from outbox.broker.consumer.dispatcher import Dispatcher
-from outbox.broker.database.connection import BrokerConnection
+from outbox.broker.database import timeouts
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.leading import LeaderSettings, LeadingConsumer, Sequencer, TickCounts
@@ -159,6 +161,42 @@ def test_a_process_that_stands_in_waits_for_no_background_pass(
             eventually(lambda: led_by_consumer(bench))
         eventually(lambda: leader(bench) is not None, within_seconds=3, what="it waits 5 s for its threads otherwise")
         counted_to_the_end.set()
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_consumer_that_waits_for_a_locked_table_says_so_and_continues(
+    bench: ConsumptionBench, leads: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "_LIMIT_SESSION", "SET lock_timeout = '1s'")
+    bench.declare("orders")
+    seen = Seen()
+    session_task = leading(bench) if leads else None
+    with bench.running((Subscription(topic="orders", group="readers"), seen), session_task=session_task):
+        eventually(lambda: not leads or led_by_consumer(bench))
+        bench.publish(keyed("orders", 1, 1))
+        eventually(lambda: seen.ns == [0])
+        with psycopg.connect(bench.url) as locking:
+            locking.execute("LOCK TABLE outbox.consumer_offset IN ACCESS EXCLUSIVE MODE")
+            bench.publish(keyed("orders", 1, 1, start=1))
+            eventually(lambda: "consuming is interrupted" in caplog.text, within_seconds=15)
+        bench.publish(keyed("orders", 1, 1, start=2))
+        eventually(lambda: 2 in seen.ns and bench.lag("readers") == 0)
+
+
+# Without LISTEN, each transaction has its own limit, which this test does not shorten.
+@pytest.mark.parametrize("listen", [pytest.param("", marks=pytest.mark.slow), None])
+def test_a_broker_process_that_waits_for_a_locked_table_says_so_and_continues(
+    bench: ConsumptionBench, listen: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "_LIMIT_SESSION", "SET lock_timeout = '1s'")
+    bench.declare("orders")
+    with process(BrokerDatabase(bench.url, listen_conninfo=listen)):
+        eventually(lambda: leader(bench))
+        with psycopg.connect(bench.url) as locking:
+            locking.execute("LOCK TABLE outbox.tick IN ACCESS EXCLUSIVE MODE")
+            bench.broker.send(keyed("orders", 1, 1))
+            eventually(lambda: "sequencing is interrupted" in caplog.text, within_seconds=15)
+        eventually(lambda: bench.rows("SELECT count(*) FROM outbox.consume_queue") == [(1,)])
 
 
 def test_what_is_no_list_of_queues_names_none(bench: ConsumptionBench) -> None:

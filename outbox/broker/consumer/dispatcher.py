@@ -1160,7 +1160,7 @@ class ConsumerSession:
         The connection listens for notifications unless a pooler is in between.
         """
         if self._run is None:
-            connection = self._database.connect(name="outbox-consumer", direct=True)
+            connection = self._database.open(name="outbox-consumer", direct=True)
             run = Executor(connection, self._database.schema)
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS

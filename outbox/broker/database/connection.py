@@ -89,12 +89,14 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
     on the server, because a connection pooler would pass such a setting on to other clients.
 
     `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
-    session, so the connection prepares no statement, does not LISTEN and sets nothing for its session.
+    session, so the connection prepares no statement, does not LISTEN and sets nothing for its session. `limits_locks`:
+    the session has a limit for locks (timeouts.limit_locks_for_session).
     """
 
     deadline: float | None = None
     _cancels: bool = False
     is_direct: bool = False
+    limits_locks: bool = False
 
     @contextlib.contextmanager
     def within(self, deadline: float, *, cancel: bool = False) -> Iterator[Self]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, LiteralString
 
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.executor import cursor_on
@@ -25,8 +25,10 @@ WHERE current_setting(name, true) IS NOT NULL
 _LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = $2"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 _LIMIT_SESSION: Final = "SELECT set_config('lock_timeout', '10s', false)"
-# The statements that lift the timeouts, for callers that send them together with other statements.
-LIFT: Final = Statement(_LIFT.replace("$1", "%(local)s"))
+# For the transaction of a tick behind a pooler. Its wait for a lock is as limited as in a session.
+LIFT: Final = Statement(
+    _LIFT.replace("'0'", "CASE name WHEN 'lock_timeout' THEN '10s' ELSE '0' END").replace("$1", "%(local)s")
+)
 
 
 def lift_for_session(connection: Connection) -> None:
@@ -40,13 +42,18 @@ def lift_where_direct(connection: Connection) -> bool:
     It asks the server, because with LISTEN_URL = "" a connection may be direct in spite of the settings.
     """
     with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT_WHERE_DIRECT, [False, connection.info.backend_pid])
+        cursor.execute(_LIFT_WHERE_DIRECT + _kept(connection), [False, connection.info.backend_pid])
         return cursor.rowcount > 0
 
 
-def limit_locks_for_session(connection: Connection) -> None:
-    """On a direct connection, make each statement raise LockNotAvailable after ten seconds of waiting for a lock."""
+def limit_locks_for_session(connection: BrokerConnection) -> None:
+    """On a direct connection, make each statement raise LockNotAvailable after ten seconds of waiting for a lock.
+
+    The functions that lift timeouts keep this limit. Without it, a loop that waits for a locked table would write
+    neither a log line nor a heartbeat.
+    """
     connection.execute(_LIMIT_SESSION)
+    connection.limits_locks = True
 
 
 def lift_for_transaction(connection: Connection) -> None:
@@ -77,4 +84,10 @@ def lasts(connection: Connection) -> bool:
 
 def _lift(connection: Connection, *, local: bool) -> None:
     with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT, [local])
+        cursor.execute(_LIFT + _kept(connection), [local])
+
+
+def _kept(connection: Connection) -> LiteralString:
+    """Return the end of the statement that lifts the timeouts, which leaves out a limit that the broker has set."""
+    limits_locks = isinstance(connection, BrokerConnection) and connection.limits_locks
+    return " AND name <> 'lock_timeout'" if limits_locks else ""

@@ -207,7 +207,7 @@ class _Broker:
 def _prepare(run: Executor, *, local: bool) -> None:
     """Apply the sequencer's settings to the session or, if `local`, to the transaction that has just begun."""
     if local:
-        timeouts.lift_for_transaction(run.connection)
+        run.execute(timeouts.LIFT, {"local": True})
     else:
         timeouts.lift_for_session(run.connection)
     run.execute(TICK_SETTINGS, {"local": local}, prepare=True)
