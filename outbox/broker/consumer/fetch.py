@@ -141,8 +141,7 @@ TRANSACTION_ID: Final = -1
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 # CASE guarantees that PostgreSQL casts only texts that are numbers. Without the header, PostgreSQL computes only the
-# first operand. Before version 17, PostgreSQL cannot subtract infinite times, only their
-# seconds.
+# first operand. Before version 17, PostgreSQL cannot subtract infinite times, only their seconds.
 _SECONDS_LEFT: Final = f"""
        CASE WHEN (l.headers ->> '{TIMEOUT_HEADER}') ~ '{TIMEOUT_PATTERN}'
             THEN (extract(epoch FROM greatest(l.stored_at, l.deliver_at)) - extract(epoch FROM clock_timestamp())

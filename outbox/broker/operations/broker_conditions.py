@@ -179,7 +179,7 @@ def part_missing(state: BrokerState) -> Iterator[Judged]:
 
 # The age of the oldest decision (that of the lowest transaction id) that the last tick could not see.
 _UNREAD: Final = Statement("""
-SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
+SELECT (extract(epoch FROM clock_timestamp()) - extract(epoch FROM min(decided_at)))::double precision
 FROM (
     (SELECT decided_at FROM {schema}.op_log
      WHERE xid >= %(xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot()) ORDER BY xid LIMIT 1)
@@ -896,7 +896,7 @@ WITH waiting AS (
     ORDER BY messages DESC LIMIT 100
 )
 SELECT consumer_group.name AS group, topic.name AS topic, messages,
-       extract(epoch FROM clock_timestamp() - log.stored_at)::double precision AS oldest_seconds,
+       (extract(epoch FROM clock_timestamp()) - extract(epoch FROM log.stored_at))::double precision AS oldest_seconds,
        date_trunc('second', due_at)::text AS next_attempt, message_id::text AS message, error, counted,
        counted_in_all
 FROM alike JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)

@@ -25,7 +25,8 @@ SELECT broker_id::text, incarnation, reject_transactional AS is_rejecting, tick_
        CASE WHEN lease.expires_at <= clock_timestamp()
             THEN extract(epoch FROM clock_timestamp() - lease.expires_at)::double precision END AS gone_seconds,
        CASE WHEN first_due.at < clock_timestamp()
-            THEN extract(epoch FROM clock_timestamp() - first_due.at)::double precision END AS overdue_seconds
+            THEN (extract(epoch FROM clock_timestamp()) - extract(epoch FROM first_due.at))::double precision
+       END AS overdue_seconds
 FROM {schema}.broker
 CROSS JOIN (SELECT tick_id, snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 CROSS JOIN (SELECT min(due_at) AS at FROM {schema}.scheduled) AS first_due
