@@ -11,22 +11,25 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox.broker import embedded
 from outbox.contrib import django as package
-from outbox.contrib.django import run_prune, subscriber
+from outbox.contrib.django import publish, run_check_back, run_prune, subscriber
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.ledger.pruning import prune_inboxes
 from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.operations.doctor import examine
 from outbox.errors import LedgerUnavailable
 from outbox.utils.backoff import Backoff
 from outbox.utils.ids import uuid7
 from tests.databases import drop_databases
 from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.state import decisions
+from tests.django.support import broker_sql, end_messages_lost
 from tests.part_apps import command_files
 
 Fault = Callable[[str], AbstractContextManager[object]]
@@ -153,7 +156,7 @@ def test_these_are_all_entry_points() -> None:
 @pytest.mark.usefixtures("empty_log")
 def test_a_ledger_that_is_away_is_named_and_the_others_are_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"default", "other"} <= set(ledger_aliases())
-    InboxEntry.objects.create(group="g", generation=1, message_id=uuid7(), handled_at=datetime(2020, 1, 1, tzinfo=UTC))
+    _handle_long_ago()
     connections["other"].close()
     with monkeypatch.context() as patch:
         patch.setitem(connections["other"].settings_dict, "PORT", "9")
@@ -161,6 +164,25 @@ def test_a_ledger_that_is_away_is_named_and_the_others_are_pruned(monkeypatch: p
             LedgerUnavailable, match=r"(?s)not be pruned \('other': .*1 rows of the other databases.*next pass"
         ):
             prune_inboxes(older_than=datetime.now(UTC))
+        _handle_long_ago()
+        broker_sql("INSERT INTO outbox.pruned_table VALUES ('shop', 'gone', 'ledger', 0, now())")
         with pytest.raises(LedgerUnavailable, match=r"(?s)not be pruned \('other': .*next pass"):
             run_prune()
     assert not InboxEntry.objects.exists()
+    assert broker_sql("SELECT name FROM outbox.pruned_table WHERE alias = 'gone'") == []
+
+
+def _handle_long_ago() -> None:
+    InboxEntry.objects.create(group="g", generation=1, message_id=uuid7(), handled_at=datetime(2020, 1, 1, tzinfo=UTC))
+
+
+@pytest.mark.usefixtures("empty_log")
+def test_an_alias_without_settings_has_no_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = connections.configure_settings({"default": {}})["default"]
+    monkeypatch.setattr(connections, "settings", {"unset": unset, **connections.settings})
+    with transaction.atomic(), end_messages_lost():
+        publish("orders", {}, key="kept")
+    run_check_back()
+    assert decisions() == {"kept": "C"}
+    run_prune()
+    assert [one.name for one in examine() if "unset" in one.name] == []

@@ -36,6 +36,9 @@ LOCK_TIMEOUT_MILLISECONDS: Final = 20
 # In a request with a deadline, a connection attempt fails if the server does not respond within this number of seconds.
 _CONNECT_SECONDS: Final = 3
 
+# Django gives this engine to an alias without settings, which many projects have as an empty "default".
+_NO_ENGINE: Final = "django.db.backends.dummy"
+
 _DECISIONS: Final = {ledger.COMMITTED: Decision.COMMIT, ledger.ROLLED_BACK: Decision.ROLLBACK}
 
 
@@ -84,7 +87,9 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
     return [
         alias
         for alias in connections
-        if router.allow_migrate_model(alias, LedgerEntry) and not (usable and guarded_off(alias))
+        if connections.settings[alias]["ENGINE"] != _NO_ENGINE
+        and router.allow_migrate_model(alias, LedgerEntry)
+        and not (usable and guarded_off(alias))
     ]
 
 

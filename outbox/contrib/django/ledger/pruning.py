@@ -118,15 +118,26 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     """
     now = now or datetime.now(UTC)
     share = None if max_seconds is None else max_seconds / 3
-    ledgers = prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_seconds=share)
     kept = timedelta(seconds=get_settings().inbox_retention_seconds)
-    inboxes = prune_inboxes(older_than=now - kept, max_seconds=share)
-    others = prune_parts(max_seconds=share)
+    steps: Sequence[Callable[..., PruneCounts]] = (
+        partial(prune_ledgers, older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS)),
+        partial(prune_inboxes, older_than=now - kept),
+        prune_parts,
+    )
+    found: list[PruneCounts] = []
+    failures: list[LedgerUnavailable] = []
+    for step in steps:
+        try:
+            found.append(step(max_seconds=share))
+        except LedgerUnavailable as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return PruneCounts(
-        ledger=ledgers.ledger,
-        inbox=inboxes.inbox,
-        of_parts=others.of_parts,
-        more=ledgers.more or inboxes.more or others.more,
+        ledger=found[0].ledger,
+        inbox=found[1].inbox,
+        of_parts=found[2].of_parts,
+        more=any(one.more for one in found),
     )
 
 
@@ -152,9 +163,9 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
             _report(run, settings, alias, presence.LEDGER, LEDGER_KEEP_SECONDS, part)
             return part
 
-        found = _of_each(prune, max_seconds)
         if run is not None:
             presence.forget_other_aliases(run, settings.producer_group, ledger_aliases())
+        found = _of_each(prune, max_seconds)
     return PruneCounts(ledger=found.removed, more=found.more)
 
 
