@@ -61,12 +61,12 @@ class Message:
         # Each publish call runs these checks, so ordinary values cost no call.
         key = self.key
         if type(self.topic) is not str or not names.is_identifier(self.topic):
-            names.check_topic(self.topic)
+            object.__setattr__(self, "topic", names.check_topic(self.topic))
         try:
             if type(key) is not str or len(key) > names.MAX_KEY or not key.isascii() or "\x00" in key:
-                names.check_key(key)
+                object.__setattr__(self, "key", names.check_key(key))
             if type(self.tag) is not str or self.tag:
-                names.check_tag(self.tag)
+                object.__setattr__(self, "tag", names.check_tag(self.tag))
             if self.headers:
                 names.check_headers(self.headers)
         except InvalidName as error:

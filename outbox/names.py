@@ -1,4 +1,8 @@
-"""The allowed names, sizes and numbers. The functions check them before the broker stores them."""
+"""The allowed names, sizes and numbers. The functions check them before the broker stores them.
+
+A check returns a plain str, because an f-string shows a member of `class Region(str, Enum)` as "Region.EU", and the
+broker stores "eu".
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def _check_identifier(what: str, name: object) -> str:
             f"{what} name {shown_value(name)} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
             f"beginning with a letter, a digit or '_'."
         )
-    return name
+    return str.__str__(name)
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +63,7 @@ def check_tag(tag: str) -> str:
         raise InvalidName(
             f"tag {shown_value(tag)} is not allowed: use up to {MAX_TAG} characters without white space or '|'."
         )
-    return tag
+    return str.__str__(tag)
 
 
 def check_key(key: str) -> str:
@@ -68,7 +72,7 @@ def check_key(key: str) -> str:
         raise InvalidName(
             f"key {shown_value(key)} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
         )
-    return key
+    return str.__str__(key)
 
 
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:

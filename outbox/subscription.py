@@ -186,8 +186,8 @@ class Subscription:
     )
 
     def __post_init__(self) -> None:
-        names.check_group(self.group)
-        names.check_topic(self.topic)
+        object.__setattr__(self, "group", names.check_group(self.group))
+        object.__setattr__(self, "topic", names.check_topic(self.topic))
         for complaint in self._complaints():
             raise InvalidSubscription(f"subscription {self.group!r} to {self.topic!r}: {complaint}.")
 

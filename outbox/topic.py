@@ -61,7 +61,7 @@ class Topic:
     searchable: bool = False
 
     def __post_init__(self) -> None:
-        names.check_topic(self.name)
+        object.__setattr__(self, "name", names.check_topic(self.name))
         if isinstance(self.types, str):
             raise ConfigurationError(
                 f"topic {self.name!r}: types={self.types!r} must be a set, such as frozenset({{MessageType.FIFO}})."

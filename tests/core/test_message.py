@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from enum import Enum
 from typing import Any
 from uuid import UUID
 
@@ -24,8 +25,21 @@ from outbox.errors import (
 )
 from outbox.message import Message
 from outbox.retry import RetryPolicy
+from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic, select_shard
 from outbox.utils.ids import uuid7
+
+
+class Region(str, Enum):  # noqa: UP042 (an f-string shows the text of a StrEnum)
+    EU = "eu"
+
+
+def test_a_member_of_an_enum_is_the_text_that_is_stored() -> None:
+    """As a key or a name, which f-strings and formats put into locks and names."""
+    sent = Message(topic=Region.EU, body=b"", key=Region.EU, tag=Region.EU)
+    subscription = Subscription(topic=Region.EU, group=Region.EU)
+    texts = (sent.topic, sent.key, sent.tag, subscription.topic, subscription.group, Topic(name=Region.EU).name)
+    assert [f"{text}" for text in texts] == ["eu"] * 6
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import psycopg
@@ -36,6 +37,10 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("empty_log")
 
 
+class Name(str, Enum):  # noqa: UP042 (an f-string shows the text of a StrEnum)
+    A = "a"
+
+
 @pytest.fixture
 def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
     """Threads with connections of their own."""
@@ -51,7 +56,7 @@ def publisher(pool: ThreadPoolExecutor, key: str, *, alias: str = "default") -> 
 def test_the_same_key_waits_for_the_earlier_commit_and_other_keys_do_not(path: str, pool: ThreadPoolExecutor) -> None:
     first = publisher(pool, "a")
     assert first.done.wait(10)
-    second, other = publisher(pool, "a"), publisher(pool, "b")
+    second, other = publisher(pool, Name.A), publisher(pool, "b")
     assert other.done.wait(10)
     assert not second.done.wait(0.3)
     first.end()
