@@ -217,6 +217,7 @@ def test_what_is_refused(connection: BrokerConnection) -> None:
         ("orders", {"tag": "t" * 128}, "tags of up to 127"),
         ("orders", {"headers": []}, "headers as a JSON object"),
         ("orders", {"headers": {"n": 1}}, "values are strings"),
+        ("orders", {"headers": {"outbox-timeout": "259200.5"}}, "keeps messages for 259200 s"),
         ("orders", {"headers": {"n" * 65: ""}}, "names are up to 64"),
         ("orders", {"headers": {"1n": ""}}, "names are up to 64"),
         ("orders", {"headers": {"n": "v" * 4097}}, "4096"),

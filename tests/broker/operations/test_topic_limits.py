@@ -158,6 +158,23 @@ def test_without_a_leader_the_messages_since_the_last_count_are_the_backlog(
     publish(broker, 1)
 
 
+def test_without_a_leader_publish_in_sql_is_refused_too(
+    run: Executor, database: BrokerDatabase, broker: PostgresBroker
+) -> None:
+    summary.run_once(database)
+    publish(broker, 11)
+    statement = "SELECT outbox.publish('orders', '{}')"
+    run.connection.execute(statement)
+    run.connection.execute("UPDATE outbox.summary SET at = at - interval '2 minutes'")
+    says = r"no process leads, and 12 messages .* last counted \(the limit is 10\). Start a worker"
+    with pytest.raises(TopicOverLimit, match=says):
+        publish(broker, 1)
+    with pytest.raises(psycopg.errors.ConfigurationLimitExceeded, match=says):
+        run.connection.execute(statement)
+    declare_topics(run, [replace(LIMITED, on_limit="warn")])
+    run.connection.execute(statement)
+
+
 def test_a_topic_within_its_limits_costs_a_publisher_nothing(
     run: Executor, database: BrokerDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

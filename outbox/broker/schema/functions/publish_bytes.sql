@@ -41,9 +41,17 @@ BEGIN
     IF complaint IS NOT NULL THEN
         RAISE EXCEPTION 'topic % %', topic, complaint USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    IF target.over_limit IS NOT NULL AND target.on_limit = 'refuse' THEN
-        RAISE EXCEPTION 'topic % takes no messages now: %', topic, target.over_limit ->> 'reason'
-            USING ERRCODE = 'configuration_limit_exceeded', HINT = 'See docs/operations/sizing.md.';
+    IF target.on_limit = 'refuse' AND (target.over_limit IS NOT NULL OR target.backlog_limit IS NOT NULL) THEN
+        -- While no process leads, no process marks a topic.
+        SELECT coalesce(target.over_limit ->> 'reason',
+                        format('no process leads, and %s messages were stored since the backlog was last counted '
+                               '(the limit is %s). Start a worker', uncounted, target.backlog_limit))
+        INTO complaint FROM uncounted_messages() AS uncounted
+        WHERE target.over_limit IS NOT NULL OR uncounted > target.backlog_limit;
+        IF complaint IS NOT NULL THEN
+            RAISE EXCEPTION 'topic % takes no messages now: %', topic, complaint
+                USING ERRCODE = 'configuration_limit_exceeded', HINT = 'See docs/operations/sizing.md.';
+        END IF;
     END IF;
     IF producer_group <> '' AND NOT may_publish_for(producer_group) THEN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)

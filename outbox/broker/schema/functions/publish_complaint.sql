@@ -32,6 +32,9 @@ LANGUAGE sql STABLE AS $$
             THEN 'takes up to 64 headers'
         WHEN (headers ->> 'outbox-timeout') !~ '^[0-9]{1,9}(\.[0-9]{1,6})?$' OR (headers ->> 'outbox-timeout') ~ '^[0.]*$'
             THEN 'takes as header outbox-timeout a positive number of seconds, as text'
+        WHEN (headers ->> 'outbox-timeout')::numeric > (to_topic).retention_seconds
+            THEN format('keeps messages for %s s, so the header outbox-timeout cannot be %s',
+                        (to_topic).retention_seconds, headers ->> 'outbox-timeout')
         WHEN EXISTS (SELECT FROM jsonb_each(headers) AS given
                      WHERE given.key !~ '^[A-Za-z_][A-Za-z0-9_-]{0,63}$'
                         OR jsonb_typeof(given.value) <> 'string' OR length(given.value #>> '{}') > 4096)
