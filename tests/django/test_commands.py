@@ -356,6 +356,17 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
     assert decisions() == {"a": "C", "b": "C", "c": "C"}
 
 
+def test_further_messages_ask_about_their_transaction() -> None:
+    first, second = message("orders", {}, key="a"), message("orders", {}, key="b")
+    with transaction.atomic():
+        publish_messages([first, second])
+        connections["default"].run_on_commit.clear()
+    for given in ([first, second], [second]):
+        asked = call_json("outbox_transaction", "ask", *(str(one.message_id) for one in given))["after"]
+        assert asked["transaction_ids"] == [str(first.message_id)]
+        assert "No process answers" in asked["no_answer"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--all", "--parked"], [str(uuid4()), "--all"]])
 def test_the_arguments_of_ask_are_checked(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match="name transaction ids"):
