@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from django.core.management.base import CommandError
-from django.db import transaction
+from django.db import connections, transaction
 
 from outbox import Recall, RecallStatus
 from outbox.contrib.django import (
@@ -134,6 +134,27 @@ def test_recall_is_refused_where_it_could_not_be_undone() -> None:
     with transaction.atomic():
         transaction.on_commit(lambda: outcomes.append(recall(reminder)))
     assert [one.is_recalled for one in outcomes] == [True]
+
+
+def test_recall_is_refused_for_what_is_open_and_for_nothing_else() -> None:
+    [reminder] = remind("7")
+    with (
+        pytest.raises(TransactionUsageError, match=r"^recall\(…\) takes effect at once"),
+        transaction.atomic(),
+        transaction.atomic(using="other"),
+    ):
+        recall(reminder)
+    transaction.set_autocommit(False, using="other")
+    try:
+        with connections["other"].cursor() as cursor:
+            cursor.execute("SELECT 1")
+        with pytest.raises(TransactionUsageError, match=r"open on 'other' .* Commit it before the call"):
+            recall_key("reminders", "7")
+        transaction.commit(using="other")
+        assert recall(reminder).is_recalled
+    finally:
+        transaction.rollback(using="other")
+        transaction.set_autocommit(True, using="other")
 
 
 def test_the_recall_command() -> None:

@@ -7,8 +7,9 @@ from uuid import UUID
 from django.utils.asyncio import async_unsafe
 
 from outbox.arguments import key_text
+from outbox.contrib.django.database.transactions import begun_by_hand, in_transaction
 from outbox.contrib.django.engine.broker import get_broker, get_engine
-from outbox.contrib.django.publishing.publish import connection_to_join
+from outbox.contrib.django.publishing.publish import initialized_connections
 from outbox.errors import TransactionUsageError
 from outbox.ports import Broker
 from outbox.recall import Recall
@@ -43,10 +44,15 @@ def _decided_broker() -> Broker:
 
 
 def _refuse_in_transaction(what: str) -> None:
-    connection = connection_to_join(None)
-    if connection is not None:
+    for connection in initialized_connections():
+        if in_transaction(connection):
+            remedy = f"Write transaction.on_commit(lambda: {what}, using={connection.alias!r})."
+        elif begun_by_hand(connection):
+            # Django calls no on_commit function for such a transaction.
+            remedy = "Commit it before the call."
+        else:
+            continue
         raise TransactionUsageError(
             f"{what} takes effect at once, but the transaction open on {connection.alias!r} could still roll "
-            f"back, and the recalled message would then be missing. Write transaction.on_commit(lambda: {what}, "
-            f"using={connection.alias!r})."
+            f"back, and the recalled message would then be missing. {remedy}"
         )
