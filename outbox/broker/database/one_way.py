@@ -115,12 +115,11 @@ class OneWay:
             return
         self._queued.extend(map(_PendingRequest, requests))
         # The thread that finds the connection free writes the requests of all threads, then checks the queue again. So
-        # no thread waits for the connection, and no request stays in the queue.
-        while self._queued and self._lock.acquire(blocking=False):
-            try:
+        # a thread waits only for one that begins in the same moment, and no request stays in the queue. With `acquire`,
+        # an exception of a signal handler before the `try` would leave the connection locked for ever.
+        while self._queued and not self._lock.locked():
+            with self._lock:
                 can_write = self._write()
-            finally:
-                self._lock.release()
             if not can_write:
                 return
 
@@ -131,16 +130,17 @@ class OneWay:
         deadline = time.monotonic() + within_seconds
         while self._queued or self._unanswered:
             left = deadline - time.monotonic()
-            if left <= 0 or not self._lock.acquire(timeout=left):
+            if left <= 0:
                 return False
-            try:
+            if self._lock.locked():
+                time.sleep(min(0.01, left))
+                continue
+            with self._lock:
                 self._write()
                 if self._pgconn is not None and self._unanswered:
                     _wait(self._pgconn, max(0.0, deadline - time.monotonic()))
                 elif self._queued:
                     time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
-            finally:
-                self._lock.release()
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:

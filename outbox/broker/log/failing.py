@@ -155,9 +155,9 @@ class FailureNote:
 
         `is_last` says that the process ends now.
         """
-        if _is_about_connecting(error) or not self._lock.acquire(blocking=False):
+        if _is_about_connecting(error) or self._lock.locked():
             return
-        try:
+        with self._lock:
             if self._pid != os.getpid():
                 self._start_anew()
             self._failures += 1
@@ -167,8 +167,6 @@ class FailureNote:
                 said = (shown_text(error).splitlines() or [class_name(error)])[0]
                 self._stored_at, self._detail = now, storable(f"since {self._since}: {said}")
                 self._store()
-        finally:
-            self._lock.release()
 
     def keep(self) -> None:
         """Refresh the note between two runs of a part that runs rarely, to show that its process still runs."""
@@ -176,27 +174,23 @@ class FailureNote:
         # A role that may not change its note adds the next one when the last one ends.
         pause = _REFRESH_SECONDS if self._incident_id is None else self._held_seconds / 4
         is_due = now - self._stored_at >= pause and now - self._failed_at < _KEPT_SECONDS
-        if not self._failures or not is_due or not self._lock.acquire(blocking=False):
+        if not self._failures or not is_due or self._lock.locked():
             return
-        try:
+        with self._lock:
             if self._pid == os.getpid():
                 self._stored_at = now
                 self._store()
-        finally:
-            self._lock.release()
 
     def worked(self) -> None:
         """Record that the part works. The call costs nothing if the part has not failed."""
-        if not self._failures or not self._lock.acquire(blocking=False):
+        if not self._failures or self._lock.locked():
             return
-        try:
+        with self._lock:
             incident_id, is_mine = self._incident_id, self._pid == os.getpid()
             self._start_anew()
             if incident_id is not None and is_mine:
                 with self._telling() as run:
                     run.execute(_END, {"id": incident_id, "kind": str(IncidentKind.PROCESS_FAILED)}, prepare=False)
-        finally:
-            self._lock.release()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import cast
+from types import FrameType
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -253,6 +256,25 @@ def test_an_error_in_the_middle_of_writing_leaves_no_answer_to_wait_for(
     thread.join(60)
     assert outcome == [True]
     assert decided(connection) == dict.fromkeys([first, second], "C")
+
+
+def test_an_exception_of_a_signal_handler_leaves_the_connection_free(database: BrokerDatabase) -> None:
+    """Python runs a signal handler after a call has returned, as it runs a profiler."""
+    sender = OneWay(database)
+    for wanted in range(20):
+        returned = itertools.count()
+
+        def interrupt(frame: FrameType, event: str, _: object, wanted: int = wanted, returned: Any = returned) -> None:
+            if event == "c_return" and frame.f_code is OneWay.send.__code__ and next(returned) == wanted:
+                raise InterruptedError
+
+        sys.setprofile(interrupt)
+        with contextlib.suppress(InterruptedError):
+            sender.send(WAKE)
+        sys.setprofile(None)
+        assert not sender._lock.locked()
+    assert sender.flush(within_seconds=30)
+    sender.close()
 
 
 def prepared(sender: OneWay) -> bool | None:
