@@ -24,6 +24,7 @@ from outbox.errors import (
     InvalidMessage,
     SendFailed,
 )
+from outbox.names import MAX_BODY_BYTES
 from outbox.topic import Topic
 from tests.broker.support import drain, end, half, message, new_sequencer, queued_ids, wire
 from tests.broker.test_server_crashes import Server, server
@@ -294,6 +295,15 @@ def test_a_half_message_of_another_transaction_is_refused(broker: PostgresBroker
     broker.send_half(half(first, second))
     with pytest.raises(InvalidMessage, match="belongs to transaction"):
         broker.send_half(half(second))
+
+
+def test_a_call_whose_bodies_are_too_large_for_one_statement_is_refused(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    body = bytes(MAX_BODY_BYTES)
+    with pytest.raises(InvalidMessage, match=r"bodies of 541,065,216 bytes, .* with several calls"):
+        broker.send([message(body=body) for _ in range(129)])
+    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (0,)
 
 
 # -- the producer's pool of connections --

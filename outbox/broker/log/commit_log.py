@@ -43,6 +43,9 @@ from outbox.transaction import Decision, HalfTransaction
 
 _Value = TypeVar("_Value")
 
+# PostgreSQL ends a session that sends 1 GiB with one statement. This leaves room for keys, tags and headers.
+_MAX_CALL_BYTES: Final = 512 * 1024 * 1024
+
 # All messages of a call, as half messages or with the decision COMMIT. The functions in outbox/broker/schema/functions/
 # have the INSERTs: a publisher may execute the functions, and needs no right on the tables (docs/decisions/235).
 _BATCH: Final = Statement("""
@@ -204,6 +207,12 @@ def _one(row: Prepared) -> tuple[Any, ...]:
 
 def _many(rows: Sequence[Prepared]) -> dict[str, Any]:
     messages = [row.message for row in rows]
+    if (size := sum(len(message.body) for message in messages)) > _MAX_CALL_BYTES:
+        raise InvalidMessage(
+            f"the {len(messages)} messages of one call have bodies of {size:,} bytes, and the limit is "
+            f"{_MAX_CALL_BYTES:,}. No message of this call was stored. Publish them with several calls, which may be "
+            "in one transaction."
+        )
     topics, one_topic = _unless_equal([row.known.topic_id for row in rows])
     tags, one_tag = _unless_equal([message.tag for message in messages])
     types, one_type = _unless_equal([message.content_type for message in messages])
