@@ -174,9 +174,6 @@ class Archive:
         has_key = (F.col("by") != "") & ~F.col("key").startswith("erased:")
         is_new = F.col("by").isNotNull() & ((F.col("content_type") != _ERASED) | has_key)
         count = frame.where(is_new).count()
-        if not count:
-            return 0
-        made = replace(each, name=f"{each.name.partition('.')[0]}.{uuid.uuid4().hex[:6]}")
         changed = {
             "key": F.when(has_key, F.col("by")).otherwise(F.col("key")),
             "content_type": F.lit(_ERASED),
@@ -185,11 +182,23 @@ class Archive:
         }
         is_erased = F.col("by").isNotNull()
         columns = {name: F.when(is_erased, value).otherwise(F.col(name)) for name, value in changed.items()}
+        written = frame.withColumns(columns).drop("by")
+        timed_out, is_stale = read_timed_out(self._spark, self._store, replace(manifest, passes=[each])), False
+        if timed_out is not None:
+            # The message of such a row is in this pass, or in an earlier one, which has its erased key already.
+            paths = [self._store.spark_path(one.folder) for one in manifest.passes[: place + 1]]
+            known = written.select("log_id", "key").unionByName(read_passes(self._spark, paths).select("log_id", "key"))
+            known = known.where(F.col("key").startswith("erased:")).dropDuplicates(["log_id"])
+            timed_out = timed_out.join(known.withColumnRenamed("key", "by"), "log_id", "left")
+            is_stale = not timed_out.where("by <> key").isEmpty()
+        if not count and not is_stale:
+            return 0
+        made = replace(each, name=f"{each.name.partition('.')[0]}.{uuid.uuid4().hex[:6]}")
         self._progress.say(f"stage erase: {count} messages of {each.folder}")
         with readable_errors("erasing messages"):
-            self._write_days(frame.withColumns(columns).drop("by"), made.folder)
-            timed_out = read_timed_out(self._spark, self._store, replace(manifest, passes=[each]))
+            self._write_days(written, made.folder)
             if timed_out is not None:
+                timed_out = timed_out.withColumn("key", F.coalesce("by", "key")).drop("by")
                 timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
             messages, checksum = self._sums(made.folder)
         if messages != each.count:

@@ -49,6 +49,13 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     path = reconcile.rules(text=archived_rules(tmp_path))
     take(reconcile, path)
     assert len(files_with(MARK, tmp_path / "archive")) == 3, "the control: the archive has the data"
+    world.broker.execute(
+        "INSERT INTO timed_out (group_id, log_id, queue_id, queue_offset) "
+        "SELECT %s, log_id, %s, 7 FROM commit_log WHERE key = '3'", [world.groups["points"], world.queue_id]
+    )  # fmt: skip
+    take(reconcile, path)
+    timed_out = tmp_path / "archive" / "timed_out_v1"
+    assert files_with("points", timed_out) == ["3"], "in a later pass than its message"
 
     # One by its id, one by its key, and one whose key is replaced too. The last one is only in the archive.
     run, now = Executor(world.broker, "outbox"), datetime.now(UTC)
@@ -73,6 +80,7 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
     assert work.erase(SECRET) == 3
     assert files_with(MARK, tmp_path / "archive") == []
     assert files_with("application/vnd.outbox.erased", tmp_path / "archive").count("erased:x") == 1
+    assert files_with("points", timed_out) == ["erased:x"]
     assert work.erase(SECRET) == 0
 
     result = reconcile.run(full=True)
