@@ -95,7 +95,7 @@ class Archive:
     def _locked(self) -> Iterator[tuple[Manifest, str]]:
         """Open the broker at a snapshot, exclude other passes, and remove what killed passes have left.
 
-        Yields the manifest and the watermark of the snapshot.
+        Yields the manifest, and the time before which the state of settled messages cannot change.
         """
         self._store.check_writable()
         if note := self._store.note_of_readers():
@@ -104,19 +104,24 @@ class Archive:
             with readable_errors("taking a snapshot"):
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
-                    raise RunIncomplete(
-                        "another pass over this broker is running. Start this pass again after the other pass has "
-                        "ended."
-                    )
-            manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
-            if manifest.broker != reading.identity:
+                    raise RunIncomplete("another pass over this broker is running. Start this one after its end.")
+            [(broker, waits_since)] = self._source.query(
+                f"SELECT broker_id::text, (SELECT min(due_at) FROM {self._table('scheduled')} WHERE queue_id IS NULL) "
+                f"FROM {self._table('broker')}",
+                about="the broker's id and delayed messages (the archive needs SELECT on its tables broker, scheduled)",
+            )
+            manifest = load_manifest(self._store) or Manifest(broker=broker)
+            # Archives of earlier versions name the broker by its database and server.
+            if manifest.broker not in (broker, reading.identity):
                 raise UsageProblem(
                     f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, but the rules name "
-                    f"broker {reading.identity!r}. Give each broker an archive of its own."
+                    f"broker {broker!r}. Give each broker an archive of its own. If it is the archive of this broker "
+                    f'from before pg_upgrade or a restore, write "broker": "{broker}" into {MANIFEST}.'
                 )
+            manifest.broker = broker
             self._remove_unnamed(manifest)
             assert reading.watermark is not None
-            yield manifest, reading.watermark.isoformat()
+            yield manifest, min(reading.watermark, waits_since or reading.watermark).isoformat()
 
     def erase(self, secret: str | None) -> int:
         """Erase the messages in the archive that were erased in the broker, and return their number.

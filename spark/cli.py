@@ -158,8 +158,7 @@ def _run(given: argparse.Namespace) -> int:
         raise UsageProblem("--every continues after the last result, so it accepts neither --from, --to nor --full.")
     progress = Progress(quiet=given.quiet)
     rules = rules_file.load(options.rules)
-    # A run whose checksums are all equal reads no row, so it does not need Spark, whose start takes longer than the
-    # run. Java is looked for at once, so that a machine without Java does not fail only on the day of a finding.
+    # A run whose checksums are all equal reads no row, so it needs no Spark (`session.deferred`).
     may_need_none = all(rule.bucket_seconds for rule in rules.rules)
     may_need_none &= all(database.kind is SourceKind.POSTGRES for database in rules.databases.values())
     if may_need_none and given.remote is None and not session.is_submitted():
@@ -253,12 +252,11 @@ def _archive(given: argparse.Namespace) -> int:
     made, gaps = work.run()
     print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")
     for gap in gaps:
-        print(
-            f"outbox-reconcile: {gap.messages} messages of topic {gap.topic} were removed before {gap.until} and are "
-            f"not in the archive. Run outbox-reconcile archive more often.",
-            file=sys.stderr,
-        )
-    return FINDINGS if gaps else CLEAN
+        text = f"were removed before {gap.until} and are not in the archive. Run outbox-reconcile archive more often."
+        if gap.messages < 0:
+            text = "are archived, but no longer in the log, as after a restore. Run manage.py outbox_audit compare."
+        print(f"outbox-reconcile: {abs(gap.messages)} messages of topic {gap.topic} {text}", file=sys.stderr)
+    return FINDINGS if any(gap.messages > 0 for gap in gaps) else CLEAN
 
 
 def _setting(value: str) -> tuple[str, str]:

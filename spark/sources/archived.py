@@ -32,8 +32,9 @@ TIMED_OUT: Final = "timed_out_v1"
 DEAD: Final = "dead_letter_v1"
 # The state of the log at the end of the newest pass: what no pass has, because it is not settled yet.
 STATE: Final = "state"
-# The time at which a message is settled. Before this time, a client may recall the message. After this time, the state
-# of the message cannot change.
+# The time at which a message is settled. Before this time, a client may recall the message. After this time, its state
+# cannot change, unless the message is not in its queue yet, because no leader runs. So a pass ends before the delivery
+# time of the oldest such message.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
 # Per topic: the number of messages that retention has removed, the number of messages in the log that earlier passes
 # copied, and the time before which retention may have removed messages.
@@ -68,7 +69,7 @@ class Pass:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
     """The number of messages of a topic that retention removed before a pass could copy them. `until` is the end of the
-    pass that found the gap."""
+    pass that found the gap. A negative number is no gap: a restored log lacks messages that the archive has."""
 
     topic: str
     messages: int
@@ -111,7 +112,7 @@ class Manifest:
 
         An older message may be neither in the archive nor in the log.
         """
-        gaps = [gap.until for gap in self.gaps if gap.topic == topic]
+        gaps = [gap.until for gap in self.gaps if gap.topic == topic and gap.messages > 0]
         edge = gaps[-1] if gaps else self.removed.get(topic, (0, ""))[1]
         return datetime.fromisoformat(edge) if edge else None
 
@@ -210,7 +211,7 @@ class ArchivedSource(PostgresSource):
             return live
         schema = self._database.schema
         for name, removed, taken, _ in removed_by_topic(self, schema, self._manifest.until):
-            if name == topic and self._manifest.missing(topic, removed, taken):
+            if name == topic and self._manifest.missing(topic, removed, taken) > 0:
                 return live
         return self._manifest.complete_from(topic)
 

@@ -14,12 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.log.recall import recall
 from outbox.broker.maintenance import retention
 from spark import archive
-from spark.common.errors import RunIncomplete
+from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.progress import Progress
+from spark.common.store import Store
 from spark.rules import file as rules_file
-from spark.sources.archived import Gap, Pass
+from spark.sources.archived import Gap, Pass, load_manifest
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import KILLS, ROOT, SMALL, environment, kill_at
 from tests.spark.world import RULES, START, Order, World, group_rules
@@ -160,6 +162,53 @@ def test_a_gap_is_reported_and_what_lies_before_it_is_not_judged(
     assert made is not None and made.count == 0
     assert take(reconcile, path)[1] == [], "reported once"
     assert reconcile.run(full=True)["rules"][0]["since"] is not None
+
+
+@pytest.mark.slow
+def test_a_message_that_is_recalled_after_it_was_due_is_archived_once(
+    reconcile: Reconciler, world: World, tmp_path: Path
+) -> None:
+    """It is not in its queue, because no leader runs. And a log that a restore has set back has no gap."""
+    world.add_many(2)
+    order, due = Order(number=9), START + timedelta(minutes=5)
+    late = world.send(order, deliver_at=due)
+    world.broker.execute("DELETE FROM consume_queue WHERE log_id = %s", [late])
+    world.broker.execute("INSERT INTO scheduled (log_id, due_at) VALUES (%s, %s)", [late, due])
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    made, gaps = take(reconcile, path)
+    assert made is not None and (made.until, made.count, gaps) == (due.isoformat(), 2, [])
+    [outcome] = recall(Executor(world.broker, "outbox"), [order.message_id])
+    assert outcome.is_recalled
+    made, gaps = take(reconcile, path)
+    assert made is not None and (made.count, gaps) == (1, [])
+    assert held(tmp_path) == sent(world)
+
+    world.broker.execute("DELETE FROM commit_log WHERE key = '1'")
+    assert [gap.messages for gap in take(reconcile, path)[1]] == [-1]
+    manifest = load_manifest(Store(str(tmp_path / "archive")))
+    assert manifest is not None and manifest.complete_from("order.paid") is None
+    assert take(reconcile, path)[1] == [], "reported once"
+
+
+@pytest.mark.slow
+def test_an_archive_belongs_to_a_broker_and_not_to_its_server(
+    reconcile: Reconciler, world: World, tmp_path: Path
+) -> None:
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    take(reconcile, path)
+    manifest = tmp_path / "archive" / "archive.json"
+    text = manifest.read_text()
+    [(broker, former)] = world.broker.execute(
+        "SELECT broker_id::text, current_database() || ' ' || control.system_identifier "
+        "FROM broker, pg_control_system() AS control"
+    )
+    assert json.loads(text)["broker"] == broker, "pg_upgrade, a restore, and a dump and load keep it"
+    manifest.write_text(text.replace(broker, former))
+    take(reconcile, path)
+    assert json.loads(manifest.read_text())["broker"] == broker
+    manifest.write_text(text.replace(broker, "of another server"))
+    with pytest.raises(UsageProblem, match=f'pg_upgrade or a restore, write "broker": "{broker}" into archive.json'):
+        take(reconcile, path)
 
 
 @pytest.mark.slow
