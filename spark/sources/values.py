@@ -167,8 +167,9 @@ def normal(value: str, item: FieldRule) -> str:
     """An SQL expression for the comparable form of a row's value. Two values have the same form if Spark finds them
     equal in the module `evidence`."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        # A number always has a point: 12.5 and 12. are the forms of 12.50 and 12.
-        return f"rtrim(round({value}::numeric, 12)::text, '0')"
+        # A number always has a point: 12.5 and 12. are the forms of 12.50 and 12. As numeric, a real has only 6 digits,
+        # and a double 15. As text, both have all their digits.
+        return f"rtrim(round({value}::text::numeric, 12)::text, '0')"
     if item.type is FieldType.BOOLEAN:
         return f"({value}::boolean)::text"
     if item.type is FieldType.DATE:
