@@ -40,6 +40,11 @@ FIXED_SETTINGS: Final = {
     "spark.sql.timestampType": "TIMESTAMP_LTZ",
     # With true, times in nanoseconds would be read as whole numbers; with false, Spark refuses their files.
     "spark.sql.legacy.parquet.nanosAsLong": "false",
+    # Without ANSI, Spark would read a value that is not of its type as null. With true in the other two settings, it
+    # would leave out damaged or missing files. Then a run could be clean although it has not read all data.
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
     # Without this setting, Spark tries to infer filters from wide rows of CASE expressions. The attempt takes minutes
     # and gigabytes of memory, and finds no filter.
     "spark.sql.constraintPropagation.enabled": "false",
@@ -58,21 +63,18 @@ LOCAL_SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
-    # A Java output stream keeps all written objects in memory until the stream is reset. By default, Spark resets a
-    # stream after a hundred objects. An object that Spark caches on disk has a size of up to 4 MiB. If one row is
-    # larger than 4 MiB, the object has the size of this row.
+    # A Java output stream keeps what it has written until it is reset, by default a hundred objects. If Spark caches on
+    # disk, each has up to 4 MiB, or the size of a larger row.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
     # Without this setting, Spark records for each column the line of our code that made the column. To record a line,
     # Spark must read a call stack, and the recorded lines do not help the reader of an error.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.dataFrameQueryContext.enabled": "false",
-    # By default, Spark keeps a hundred generated classes. A run generates more than a hundred classes, and the next run
-    # in the same process needs the same classes.
+    # A run generates more than the hundred classes that Spark keeps by default, and the next run needs the same ones.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
-# With this garbage collector a run takes the least CPU. The default collector, G1, keeps pauses short, but a batch job
-# does not need short pauses.
+# With it, a run takes the least CPU. Java's default, G1, keeps pauses short, which a batch job does not need.
 COLLECTOR: Final = "-XX:+UseParallelGC"
 _CODE_GENERATOR: Final = "org.apache.spark.sql.catalyst.expressions.codegen.CodeGenerator"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
@@ -162,7 +164,7 @@ def start(
         options = java_options(os.environ, settings or {})
         for name, value in {**LOCAL_SETTINGS, **options}.items():
             builder = builder.config(name, value)
-    for name, value in {**FIXED_SETTINGS, **(settings or {})}.items():
+    for name, value in {**(settings or {}), **FIXED_SETTINGS}.items():
         builder = builder.config(name, value)
     try:
         spark = builder.getOrCreate()

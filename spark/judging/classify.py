@@ -17,6 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from ..rules.rule import CLASSES, FAULTS, FieldRule, FindingClass, Rule
+from ..sources.values import in_calendar
 from .evidence import exact_places, near_places
 
 # A row that is this much younger than the watermark has a wrong time, which may be years away.
@@ -260,9 +261,8 @@ def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Add the columns `holds` and, per group, `holds_0`…: one bit for each condition that holds, in order of
     precedence.
 
-    The value 0 in one of these columns means that the run had nothing to judge. Spark's optimizer copies the expression
-    of a column to each use of the column. If each class and group had a chain of CASE, the optimizer could not plan all
-    the copies. The optimizer can plan all the copies if each column is a sum of bits.
+    The value 0 means that the run had nothing to judge. Spark's optimizer copies the expression of a column to each of
+    its uses. It can plan all copies of sums of bits, but not those of a chain of CASE for each class and group.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
@@ -300,7 +300,7 @@ def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
         "subject.at",
     )
     carry = (F.col("class") == FindingClass.PENDING.value) & (F.col("at") < F.lit(window.until))
-    return named.drop(*dropped).withColumn("carry", carry)
+    return in_calendar(named.drop(*dropped).withColumn("carry", carry))
 
 
 def _subject(group: str, bits: str, at: Column) -> Column:

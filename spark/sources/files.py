@@ -67,8 +67,8 @@ class FrameSource:
 
     def _newest(self, selection: TableSelection) -> datetime | None:
         # The query returns microseconds, because collect() would convert a timestamp to this machine's local time.
-        frame = self.read([selection], None).agg(F.unix_micros(F.max("at")))
-        value = frame.collect()[0][0]
+        frame = values.in_calendar(self.read([selection], None).agg(F.max("at").alias("at")))
+        value = frame.select(F.unix_micros("at")).collect()[0][0]
         return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
 
     def close(self) -> None:

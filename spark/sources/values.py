@@ -11,9 +11,9 @@ from decimal import Decimal
 from functools import reduce
 from typing import Final
 
-from pyspark.sql import Column
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DecimalType
+from pyspark.sql.types import DecimalType, TimestampType
 
 from ..rules.rule import FieldRule, FieldType
 from . import sql
@@ -81,10 +81,19 @@ def moment(text: Column) -> Column:
     return F.when(_has_date(text), text.try_cast("timestamp"))
 
 
+def in_calendar(frame: DataFrame) -> DataFrame:
+    """The frame, with each time before or after the years 1 to 9999 moved to their first or last day: Python and other
+    readers of a result have no such times. Each end is a day away, so that a time zone moves no time beyond it."""
+    first, last = (F.lit(day).cast("timestamp") for day in ("0001-01-02", "9999-12-30"))
+    names = [field.name for field in frame.schema if isinstance(field.dataType, TimestampType)]
+    bounded = {name: F.when(F.col(name) < first, first).when(F.col(name) > last, last) for name in names}
+    return frame.withColumns({name: time.otherwise(F.col(name)) for name, time in bounded.items()})
+
+
 def checked_moment(text: Column, what: str) -> Column:
     """The time in a text of a column whose texts must be times. If a text is not a time, the run ends with an error."""
     failure = F.raise_error(F.concat(F.lit(f"{what} is '"), text, F.lit("', which is no timestamp with a date")))
-    return F.when(text.isNull() | _has_date(text), text.cast("timestamp")).otherwise(failure)
+    return F.when(text.isNotNull(), F.coalesce(moment(text), failure))
 
 
 def date(text: Column) -> Column:

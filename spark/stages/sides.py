@@ -22,6 +22,7 @@ from ..rules.rule import Rule
 from ..sources import contract
 from ..sources.base import DataSource, TableSelection
 from ..sources.databases import Sources
+from ..sources.values import in_calendar
 from .prepare import PreparedRule, margin
 
 # The largest number of keys that one query names.
@@ -86,9 +87,8 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables.items()]
     if start is not None and not window.is_exact:
-        # A key may have an earlier row, judged in an earlier window, and a second row in this window. The run reads the
-        # earlier row too, because the message of the earlier row would otherwise count as the message of the second
-        # row.
+        # A key may also have a row before this window. The run reads this row too, because its message would otherwise
+        # count as the message of the row in this window.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
     for source, selections in wanted.by_message.items():
@@ -192,7 +192,7 @@ def _key_sides(
     is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
     narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
-    messages = broker.where(is_message)
+    messages = in_calendar(broker.where(is_message))
     if rule.message_when:
         # The views of dead letters and of messages that timed out have neither headers nor body. So such a row belongs
         # to the rule if its message satisfies `message_when`.

@@ -16,7 +16,7 @@ from spark.judging import detail, evidence
 from spark.output import plan, report
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType, Rule
-from spark.sources.values import NOT_FINITE, NUMBER
+from spark.sources.values import NOT_FINITE, NUMBER, in_calendar
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -116,6 +116,23 @@ def test_times_that_differ_by_more_than_their_tolerance_are_shown(spark_session:
     sides = [F.struct(F.col(name).alias("v0")).alias(side) for name, side in (("ours", "row"), ("theirs", "about"))]
     [(text,)] = times.select(*sides).select(detail._differences(rule)).collect()
     assert text == "at 2025-06-01T12:00:00.000000Z in the row, 2025-06-01T12:00:05.500000Z in the body"
+
+
+def test_a_time_that_python_has_not_becomes_the_nearest_one(spark_session: SparkSession) -> None:
+    days = [("-0043-03-15",), ("0001-01-01",), ("2025-06-01",), (None,), ("+20000-01-01",)]
+    frame = spark_session.createDataFrame(days, "day string").select(F.col("day").cast("timestamp").alias("at"))
+    shown = in_calendar(frame).select(F.col("at").cast("date").cast("string")).collect()
+    assert [row[0] for row in shown] == ["0001-01-02", "0001-01-02", "2025-06-01", None, "9999-12-30"]
+
+
+@pytest.mark.slow
+def test_an_effect_after_the_year_9999_is_one_finding(reconcile: Reconciler, world: World) -> None:
+    world.add(Order(number=1), Order(number=2))
+    world.app.execute("UPDATE logistics_shipment SET created_at = '20000-01-01 00:00Z' WHERE order_id = 1")
+    reconcile.rules(groups=("logistics",))
+    assert reconcile.findings(reconcile.run()) == [("1", "logistics", "LATE")]
+    [line] = Store(str(reconcile.folder / reconcile.output)).finding_lines()
+    assert json.loads(line)["effect_at"] == "9999-12-30T00:00:00+00:00"
 
 
 def _texts(value: Any) -> list[str]:

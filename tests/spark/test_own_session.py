@@ -9,6 +9,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark import session
+from spark.common.errors import RunIncomplete
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_parquet
 from tests.spark.test_files import folders, orders_table
@@ -49,6 +50,25 @@ def test_a_run_keeps_the_settings_of_the_session(reconcile: Reconciler, world: W
     assert reconcile.findings(result) == [("2", "", "MISMATCH")]
     [found] = reconcile.rows(result)
     assert START.isoformat()[:19] in found["row"]
+
+
+@pytest.mark.slow
+def test_files_that_the_session_ignores_are_no_clean_run(
+    reconcile: Reconciler, world: World, tmp_path: Path, spark_session: SparkSession
+) -> None:
+    world.add(Order(number=1))
+    (tmp_path / "orders_order").mkdir()
+    pq.write_table(orders_table(world, "us"), tmp_path / "orders_order" / "part-1.parquet")
+    (tmp_path / "orders_order" / "part-2.parquet").write_bytes(b"PAR1 is damaged PAR1")
+    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
+    name = "spark.sql.files.ignoreCorruptFiles"
+    spark_session.conf.set(name, "true")
+    try:
+        with pytest.raises(RunIncomplete, match=r"part-2\.parquet"):
+            folders(reconcile, "parquet", tmp_path)()
+        assert spark_session.conf.get(name) == "true"
+    finally:
+        spark_session.conf.unset(name)
 
 
 def test_a_session_of_the_command_logs_no_generated_classes(spark_session: SparkSession) -> None:
