@@ -147,7 +147,7 @@ def described(
     """The causes as `result.json` has them, each with `listing` and `commands`. `listing` is the command that prints
     all findings of the cause. `commands` are the first check and the repair.
 
-    `examples` are findings with the id of their `cause`, the oldest of a cause first.
+    `examples` are findings with the id of their `cause`, in the order of `report.samples`.
     """
     of_cause: dict[str, list[Mapping[str, Any]]] = {}
     for finding in examples:
@@ -166,7 +166,11 @@ def described(
 def _commands(cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str) -> list[str]:
     """The commands for all findings of a cause, the first check first; empty if only the findings themselves help."""
     name, group = FindingClass(cause.finding_class), shlex.quote(cause.group)
-    example = examples[0] if examples else {}
+    # A command must not act again on a finding that is acknowledged, so it names the ids of all other findings.
+    left = [each for each in examples if not each.get("acknowledged")]
+    ids = [each.get("message_id") or "" for each in left]
+    has_all_ids = len(ids) == cause.findings - cause.acknowledged and all(re.fullmatch(UUID, each) for each in ids)
+    example = (left or examples or [{}])[0]
     topic = shlex.quote(example.get("topic") or "")
     message_id = example.get("message_id") or ""
     manage = "python manage.py"
@@ -176,14 +180,15 @@ def _commands(cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str,
         publisher = f" --publisher {publisher}" if name is FindingClass.LOST else ""
         return [f"outbox-reconcile plan {given} > plan.jsonl", f"{manage} outbox_repair plan.jsonl{publisher}"]
     if name is FindingClass.DEAD:
-        letters = f"{group} --topic {topic}"
-        return [f"{manage} outbox_dead_letter list {letters}", f"{manage} outbox_dead_letter replay {letters}"]
+        check, replay = (f"{manage} outbox_dead_letter {verb} {group}" for verb in ("list", "replay"))
+        if not cause.acknowledged:
+            return [f"{check} --topic {topic}", f"{replay} --topic {topic}"]
+        return [f"{check} --topic {topic}", f"{replay} {' '.join(ids)}" if has_all_ids else listing]
     if name is FindingClass.UNDELIVERED:
         check = f"{manage} outbox_group offsets {group}"
         if cause.detail != "passed":
             return [check]
-        ids = [each["message_id"] or "" for each in examples]
-        if len(ids) < cause.findings or not all(re.fullmatch(UUID, each) for each in ids):
+        if not has_all_ids:
             # The listing has the command for each finding. To reset the group would repeat the effects of all others.
             return [check, listing]
         return [check, *(f"{manage} outbox_message redeliver {each} --group {group}" for each in ids)]

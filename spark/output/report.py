@@ -29,12 +29,13 @@ SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "
 
 
 def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
-    """The oldest findings of each cause, with times as ISO 8601 texts. `cause` is the id of the cause.
+    """The oldest findings of each cause, acknowledged ones last, with times as ISO 8601 texts. `cause` is its id.
 
     A MISMATCH in several columns has several causes, and can be in the list once for each.
     """
     with_cause = findings.withColumn("cause", F.explode(causes.column()))
-    order = Window.partitionBy("rule", "class", "group", "cause").orderBy("at", "key")
+    is_known = F.col("acknowledged").isNotNull()
+    order = Window.partitionBy("rule", "class", "group", "cause").orderBy(is_known, "at", "key")
     times = {name: F.date_format(name, "yyyy-MM-dd HH:mm:ss") for name in SHOWN_TIMES}
     picked = with_cause.withColumn("place", F.row_number().over(order)).where(F.col("place") <= per_cause)
     # The driver sorts these few rows, because Spark would run the query twice to sort them in parallel.
@@ -252,11 +253,11 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> 
 
 
 def _cause_head(cause: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The heading of a cause, and its remedy, which names the ids of the oldest finding, with its commands."""
-    oldest = listed[0]
-    remedy = oldest["remedy"] or "" if cause["commands"] else ""
-    has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
-    of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
+    """The heading of a cause, and its remedy, which names the ids of the first finding, with its commands."""
+    first = listed[0]
+    remedy = first["remedy"] or "" if cause["commands"] else ""
+    has_id = any(first.get(name) and first[name] in remedy for name in ("message_id", "transaction_id"))
+    of_several = " The remedy has the ids of the first finding." if cause["findings"] > 1 and has_id else ""
     commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
     rest = f"{commands}<p class='dim'>{len(listed)} shown, the oldest first.{of_several} All: "
     return (

@@ -18,6 +18,7 @@ from spark.common.errors import UsageProblem
 from spark.common.store import Store
 from spark.judging import causes
 from spark.judging.remedies import with_remedies
+from spark.output import report
 from spark.stages.findings import FINDINGS_SCHEMA, causes_of
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
@@ -95,6 +96,12 @@ def test_a_lost_row_on_which_groups_have_acted_is_not_published_again(spark_sess
     assert (last.subject, last.findings) == ("LOST of rule orders, with effects", 1)
     assert "groups have acted on its key" in last.meaning
     assert causes.ids_of(rows["2"]) == [last.id] and causes.ids_of(rows["3"]) == [first.id]
+
+
+def test_the_page_shows_a_finding_that_is_acknowledged_after_all_others(spark_session: SparkSession) -> None:
+    """The remedy and the commands of a cause have the ids of the first finding."""
+    listed = [{"key": "1", "class": "DEAD", "acknowledged": "by ada"}, {"key": "2", "class": "DEAD"}]
+    assert [row["key"] for row in report.samples(spark_session.createDataFrame(listed, FINDINGS_SCHEMA), 1)] == ["2"]
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:

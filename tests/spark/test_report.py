@@ -309,6 +309,24 @@ def test_the_commands_fit_the_cause() -> None:
     assert "hunter2" not in json.dumps(cause), "the page must not repeat a password"
 
 
+def test_the_commands_act_on_no_finding_that_is_acknowledged() -> None:
+    """Its message would be handled again, and its effect happen twice."""
+    known, *left = (f"01a202f2-5fd4-7b8d-af32-bfa2220cf44{number}" for number in range(3))
+    manage = "python manage.py outbox_"
+    redeliver = [f"{manage}message redeliver {each} --group mail" for each in left]
+    for name, detail, settle in (
+        ("UNDELIVERED", "passed", redeliver),
+        ("DEAD", "", [f"{manage}dead_letter replay mail {' '.join(left)}"]),
+    ):
+        each = counted(name, detail, findings=3, new=0, acknowledged=1, group="mail")
+        shared = {"cause": each.id, "topic": "order.paid"}
+        examples = [{**shared, "message_id": one, "acknowledged": "by ann" * (one == known)} for one in (known, *left)]
+        (cause,) = described([each], *examples)
+        assert cause["commands"][1:] == settle
+        (cause,) = described([each], *examples[:2])
+        assert cause["commands"][1:] == [cause["listing"]], "the id of one finding is not known"
+
+
 def test_a_page_shows_the_first_causes_and_says_where_the_rest_is() -> None:
     """Hundreds of causes, with long evidence: the page stays one that a browser opens at once."""
     names = [name.value for name in FAULTS]
