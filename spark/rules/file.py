@@ -345,18 +345,21 @@ def _acknowledgement(table: TomlTable, rules: Sequence[str]) -> Acknowledgement:
     rule, until = table.required("rule"), table.values.get("until")
     if rule and rule not in rules:
         table.problem("rule", f"no rule {rule!r}", f"use one of: {', '.join(rules)}")
-    group = table.values.get("group")
-    if group is not None and not isinstance(group, str):
-        table.problem("group", f"must be a text, got {group!r}", "write group = \"…\", or '' for the message")
-    if "class" not in table.values:
-        table.problem("class", "missing", 'write class = "LATE"')
+    # Both may be empty: a row whose key is null has the key '', and a finding about the message has the group ''.
+    key, group = (table.values.get(name) for name in ("key", "group"))
+    for name, value in (("key", key), ("group", group)):
+        if value is not None and not isinstance(value, str):
+            table.problem(name, f"must be a text, got {value!r}", f'write {name} = "…"')
+    for name, example in (("key", "4711"), ("class", "LATE")):
+        if name not in table.values:
+            table.problem(name, "missing", f'write {name} = "{example}"')
     moment = _end_of(until)
     if moment is None:
         problem = "missing" if until is None else f"not a date: {until!r}"
         table.problem("until", problem, "write until = 2025-12-31 (to the end of that day, UTC)")
     return Acknowledgement(
         rule=rule,
-        key=table.required("key"),
+        key=key if isinstance(key, str) else "",
         finding_class=table.choice("class", FAULTS, FindingClass.LATE).value,
         group=group if isinstance(group, str) else None,
         until=moment or datetime.min.replace(tzinfo=UTC),

@@ -98,3 +98,12 @@ def test_a_missing_end_is_called_missing() -> None:
 def test_the_end_is_shown_as_it_was_declared(until: str) -> None:
     text = RULES.format(extra="", groups=KNOWN.format(until=until))
     assert rules_file.parse(text, environment=ENVIRONMENT).acknowledged[1].text == f"by bob until {until}: sent by hand"
+
+
+def test_a_finding_whose_key_is_empty_or_blank_can_be_acknowledged() -> None:
+    text = RULES.format(extra="", groups=KNOWN.format(until="2020-01-01"))
+    text = text.replace('key = "1"', 'key = ""').replace('key = "2"', 'key = " "')
+    assert [each.key for each in rules_file.parse(text, environment=ENVIRONMENT).acknowledged] == ["", " "]
+    for given, problem in (("key = 1", "must be a text, got 1"), ("", "missing")):
+        with pytest.raises(RulesInvalid, match=rf"acknowledge\[1\]\.key: {problem}"):
+            rules_file.parse(text.replace('key = ""', given), environment=ENVIRONMENT)
