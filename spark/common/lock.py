@@ -128,8 +128,7 @@ def _this_process() -> dict[str, Any]:
 
 def has_ended(holder: dict[str, Any]) -> bool:
     """Whether this machine proves that the process has ended: it belongs to the same boot and to the same namespace of
-    process ids, and no process has its id. For a process of another machine or container, there is no proof.
-    """
+    process ids, and no process has its id. For a process of another machine or container, there is no proof."""
     kernel = holder.get("kernel")
     return bool(kernel) and kernel == _kernel() and not Path(f"/proc/{holder['pid']}").exists()
 

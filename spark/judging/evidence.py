@@ -114,8 +114,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     On the second look, `is_exact` is true: `messages` is then a result of `read_again`, and the compared texts are in
     their bounded form, as those of the rows.
     """
-    # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
-    # the next step uses it many times.
+    # In steps, because Spark computes a column of a step once: so each body is parsed once.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string"))
     parsed = parsed.withColumn("document", F.try_parse_json("text" if is_exact else _enclosed(text)))
@@ -154,11 +153,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
 
 
 def _enclosed(text: Column) -> Column:
-    """The text as the first element of an array, before a mark.
-
-    Spark's parser stops after the first value, so it does not see text after this value. In an array, such text is an
-    error, or an element in the place of the mark.
-    """
+    """The text as the first element of an array, before a mark, which shows text after the first value."""
     return F.concat(F.lit("["), text, F.lit(f',"{_MARK}"]'))
 
 
@@ -215,17 +210,17 @@ def _earliest_commit() -> Column:
 
 
 def _kind(rule: Rule) -> Column:
-    state, kind = F.col("state"), F.lit(UNDECIDED)
+    state = F.col("state")
+    kind = F.when(state.startswith("dead ") | state.startswith("timed out "), F.lit(OTHER)).otherwise(F.lit(UNDECIDED))
     known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED}
     for number, group in enumerate(rule.groups):
         known[f"effect {number}"] = EFFECT + number
         known[f"dead {group.name}"] = DEAD + number
         known[f"timed out {group.name}"] = TIMED_OUT + number
-    for name, value in known.items():
+    # Spark compares the last one first.
+    for name, value in (*known.items(), ("committed", COMMITTED)):
         kind = F.when(state == name, F.lit(value)).otherwise(kind)
-    is_of_group = state.startswith("dead ") | state.startswith("timed out ")
-    kind = F.when(is_of_group & (kind == UNDECIDED), F.lit(OTHER)).otherwise(kind)
-    return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
+    return kind
 
 
 def _at(document: Column, field: FieldRule, root: str, kind: str) -> Column:
@@ -312,19 +307,11 @@ def why_row_unreadable(rule: Rule) -> Column:
 
 def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
     quote = F.udf(lambda text: None if text is None else quoted(text), "string")
-    texts = [
-        F.when(
-            before.isNotNull() & after.isNull(),
-            F.concat(
-                F.lit(f"{name} is "),
-                masking.shown(
-                    rule, field, quote(F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60)))
-                ),
-                F.lit(f", which is no {field.type.value}{_BOUNDS.get(field.type, '')}"),
-            ),
-        )
-        for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
-    ]
+    texts = []
+    for before, after, name, field in zip(raw, values, names, rule.fields, strict=True):
+        wrong = F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60))
+        kind = F.lit(f", which is no {field.type.value}{_BOUNDS.get(field.type, '')}")
+        texts.append(F.concat(F.lit(f"{name} is "), masking.shown(rule, field, quote(wrong)), kind))
     return F.concat_ws("; ", *texts)
 
 

@@ -15,11 +15,8 @@ _LAGGING: Final = timedelta(seconds=60)
 
 def urgent(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The causes with open findings, the most urgent first."""
-    return [
-        cause
-        for cause in result["causes"]
-        if cause["class"] not in CLOSED and cause["findings"] > cause["acknowledged"]
-    ]
+    open_ones = (each for each in result["causes"] if each["findings"] > each["acknowledged"])
+    return [each for each in open_ones if each["class"] not in CLOSED]
 
 
 def counts(result: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str, int]]:
@@ -73,11 +70,10 @@ def boundary(result: Mapping[str, Any]) -> str:
     )
     dated = [each for each in result["snapshots"] if each["watermark"]]
     behind = min(dated, key=lambda each: datetime.fromisoformat(each["watermark"]), default=None)
-    if (
-        behind is None
-        or datetime.fromisoformat(behind["taken_at"]) - datetime.fromisoformat(behind["watermark"]) < _LAGGING
-    ):
+    if behind is None:
+        return text
+    complete = datetime.fromisoformat(behind["watermark"])
+    if datetime.fromisoformat(behind["taken_at"]) - complete < _LAGGING:
         return text
     notes = f": {behind['notes'][0]}" if behind["notes"] else ""
-    complete = f"{datetime.fromisoformat(behind['watermark']):%Y-%m-%d %H:%M:%S}"
-    return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
+    return f"{text} The database {behind['database']} is complete only up to {complete:%Y-%m-%d %H:%M:%S}{notes}."

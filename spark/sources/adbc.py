@@ -47,11 +47,9 @@ _SETTINGS: Final = (
     # Queries contain keys as constants. With other values of the next two settings, a constant would mean another key.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
-    # With this setting, a query fails if policies hide rows from the role. Without this setting, the hidden rows would
-    # become false findings.
+    # A query must fail if policies hide rows from the role, because the hidden rows would become false findings.
     "row_security = off",
-    # The database sends values as texts. The next settings fix the form of the texts, so that the database's own
-    # settings do not matter.
+    # The database sends values as texts, whose form must not depend on its own settings.
     "timezone = 'UTC'",
     "datestyle = 'ISO'",
     "bytea_output = 'hex'",
@@ -64,8 +62,7 @@ LOCK_SECONDS: Final = 5
 _LOCK_TIMEOUT: Final = "55P03"
 READING: Final = (
     "work_mem = '128MB'",
-    # Decisions are stored in the order of their messages. Reading the decisions by index is faster than scanning all
-    # decisions for every partition.
+    # Decisions are stored in the order of their messages, so an index is faster than a scan for every partition.
     "random_page_cost = 1.1",
 )
 _USAGE_STATES: Final = {

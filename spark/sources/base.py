@@ -117,8 +117,7 @@ class DataSource(Protocol):
 
     def horizon(self, topic: str) -> datetime | None:
         """The time before which retention may have removed messages of the topic; None if retention has removed no
-        message. A run calls this method only for the source of the broker.
-        """
+        message. A run calls this method only for the source of the broker."""
 
 
 @contextmanager

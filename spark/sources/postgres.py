@@ -171,8 +171,7 @@ class PostgresSource:
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key, so each query scans the whole view. So one query reads
-            # all keys.
+            # A view that is split by id has no index on the key, so one query reads all keys.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])

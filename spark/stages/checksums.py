@@ -75,17 +75,15 @@ class _Checksums:
         rows, effects, messages = self._all_sides()
         if None in messages or any(None in side for side in effects):
             return ComparedChecksums("checksum: not used, because some messages or effects are in no bucket of a row")
+        known, nothing = set(rows) | set(messages), (0, 0, 0)
         suspicious = {bucket for bucket, sums in messages.items() if sums[2]} | self._dead()
-        for bucket in set(rows) | set(messages):
-            if rows.get(bucket, (0, 0, 0))[:2] != messages.get(bucket, (0, 0, 0))[:2]:
-                suspicious.add(bucket)
+        suspicious |= {each for each in known if rows.get(each, nothing)[:2] != messages.get(each, nothing)[:2]}
         for side in effects:
             for bucket in set(rows) | set(side):
-                count, _, keys = rows.get(bucket, (0, 0, 0))
-                if (count, keys, 0) != side.get(bucket, (0, 0, 0)):
+                count, _, keys = rows.get(bucket, nothing)
+                if (count, keys, 0) != side.get(bucket, nothing):
                     suspicious.add(bucket)
         skipped = sum(sums[0] for bucket, sums in rows.items() if bucket not in suspicious)
-        known = set(rows) | set(messages)
         note = f"checksum: {len(known - suspicious)} of {len(known)} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
         return ComparedChecksums(note, skipped, limits)
@@ -144,8 +142,7 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # The query casts the text of the row's time only once, and uses the result in three places, because a cast
-        # takes as much CPU as the hash.
+        # The text of the row's time is cast once, and used in three places: a cast takes as much CPU as the hash.
         timed = rule.fields.index(self._timed)
         read = sql.step([*known, *fields, f"f{timed}::timestamptz AS at"], f"({split}) split")
         # Also count a message that was stored in the window but whose body has a time outside of the window, because

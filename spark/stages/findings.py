@@ -104,8 +104,7 @@ def _write(
     found = compared(confirmed, earlier, waiting, windows)
     in_force = [each for each in job.rules.acknowledged if job.started < each.until]
     found = with_remedies(with_acknowledgements(found, in_force))
-    # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
-    # findings twice.
+    # One task sorts the findings and writes one file. For several tasks, Spark would compute all findings twice.
     ordered = found.select(*columns_of(FINDINGS_SCHEMA)).repartition(1).sortWithinPartitions(*causes.order())
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
@@ -191,9 +190,8 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
     known = earlier.where(F.col("class").isNotNull()).select(
         *SUBJECT, F.col("first_seen").alias("known_since"), F.col("class").alias("was")
     )
-    boundary = _by_rule({rule: each.until for rule, each in windows.items()})
-    dated = faults.join(known, SUBJECT, "left").withColumn("first_seen", F.coalesce("known_since", boundary))
-    current = dated.drop("known_since")
+    first_seen = F.coalesce("known_since", _by_rule({rule: each.until for rule, each in windows.items()}))
+    current = faults.join(known, SUBJECT, "left").withColumn("first_seen", first_seen).drop("known_since")
     gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
     gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti")
     floor = _by_rule({rule: each.floor for rule, each in windows.items()})
@@ -233,8 +231,7 @@ def closed(gone: DataFrame) -> DataFrame:
 def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
     """The pending subjects that the next run must judge again, each with the class of its earlier finding, if there is
     one. If a changed rule or a full run sets the boundary to an earlier time, an earlier finding about a row after the
-    boundary stays open.
-    """
+    boundary stays open."""
     columns = [*SUBJECT, "at"]
     unjudged = confirmed.where("class = 'PENDING'").join(earlier.select(*SUBJECT), SUBJECT, "left_semi")
     waiting = scanned.where("carry").select(*columns).unionByName(confirmed.where("carry").select(*columns))

@@ -69,16 +69,13 @@ def columns_of(schema: str) -> dict[str, str]:
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:
-    """A frame without rows. The frame has a limit of 0 rows, which lets Spark's optimizer remove the joins with the
-    frame."""
+    """A frame without rows. Its limit of 0 rows lets Spark's optimizer remove the joins with it."""
     return spark.createDataFrame([], schema).limit(0)
 
 
 def put(frame: DataFrame, target: str) -> int:
-    """Write Parquet files, and return the number of written rows.
-
-    The caller must compare this number with the number of rows that it reads back (`check_parts`).
-    """
+    """Write Parquet files, and return the number of written rows. The caller must compare it with the number of rows
+    that it reads back (`check_parts`)."""
     written = Observation()
     frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
     return int(written.get["count"] or 0)

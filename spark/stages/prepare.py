@@ -210,14 +210,12 @@ def _looked_back(window: Window, known: dict[str, Any] | None) -> dict[str, str 
     """The last look back, as a dictionary. `at` is the time of the look back, and `from` is the time of the oldest rows
     that the look back judged again (None if the look back judged all rows again).
 
-    The function returns None for an interval, because each run judges the whole interval. The function also returns
-    None if no run has looked back.
+    None for an interval, because each run judges the whole interval, and if no run has looked back.
     """
     if window.is_exact:
         return None
-    before = None if known is None else datetime.fromisoformat(known["until"])
-    if before is not None and window.since is not None and window.since >= before:
-        last: dict[str, str | None] | None = (known or {}).get("looked_back")
+    if known is not None and window.since is not None and window.since >= datetime.fromisoformat(known["until"]):
+        last: dict[str, str | None] | None = known.get("looked_back")
         return last
     return {"at": window.until.isoformat(), "from": None if window.since is None else window.since.isoformat()}
 
