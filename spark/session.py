@@ -63,8 +63,8 @@ LOCAL_SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
-    # A Java output stream keeps what it has written until it is reset, by default a hundred objects. If Spark caches on
-    # disk, each has up to 4 MiB, or the size of a larger row.
+    # A Java output stream keeps what it has written until it is reset, by default after a hundred objects. If Spark
+    # caches on disk, each object has up to 4 MiB, or the size of a larger row.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
     # Without this setting, Spark records for each column the line of our code that made the column. To record a line,
@@ -74,7 +74,7 @@ LOCAL_SETTINGS: Final = {
     # A run generates more than the hundred classes that Spark keeps by default, and the next run needs the same ones.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
-# With it, a run takes the least CPU. Java's default, G1, keeps pauses short, which a batch job does not need.
+# This garbage collector takes the least CPU. Java's default, G1, keeps pauses short, which a batch job does not need.
 COLLECTOR: Final = "-XX:+UseParallelGC"
 _CODE_GENERATOR: Final = "org.apache.spark.sql.catalyst.expressions.codegen.CodeGenerator"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")

@@ -217,7 +217,7 @@ def _kind(rule: Rule) -> Column:
         known[f"effect {number}"] = EFFECT + number
         known[f"dead {group.name}"] = DEAD + number
         known[f"timed out {group.name}"] = TIMED_OUT + number
-    # Spark compares the last one first.
+    # Each turn encloses those before it, so Spark compares the most frequent state first.
     for name, value in (*known.items(), ("committed", COMMITTED)):
         kind = F.when(state == name, F.lit(value)).otherwise(kind)
     return kind
