@@ -35,7 +35,7 @@ from outbox.errors import TransactionUsageError
 
 PACKAGE = Path(outbox.__file__).parent
 # Private by their underscore, but documented: by Django, Python and confluent-kafka.
-DOCUMENTED = {"_meta", "_base_manager", "_state", "_exit", "_getframe", "_MSG_TIMED_OUT"}
+DOCUMENTED = {"_meta", "_base_manager", "_state", "_exit", "_getframe", "_MSG_TIMED_OUT", "_FATAL"}
 # The modules that may use private names, by their path below outbox/.
 PRIVATE = {
     "contrib/django/database/django_internals.py": {"_TestState", "_connections", "_get_running_loop", "_storage"},

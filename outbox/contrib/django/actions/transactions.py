@@ -348,6 +348,7 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
     "Forget a producer group that no service has any more",
     "outbox_transaction forget",
     argument("group", "the PRODUCER_GROUP of a service that was renamed or switched off for good"),
+    permission=None,
 )
 def _forget(values: Values) -> ActionPlan:
     group = values["group"]
