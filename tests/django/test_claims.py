@@ -655,7 +655,8 @@ def forget_old_rows() -> None:
 
 
 @pytest.mark.usefixtures("databases", "no_rows")
-def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_replay() -> None:
+@pytest.mark.parametrize("is_discarded", [False, True])
+def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_replay(is_discarded: bool) -> None:
     charging = Charging()
     receipt = publish("orders", {}, key="one", at_once=True)
     consume()
@@ -670,10 +671,18 @@ def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_repla
     forget_old_rows()
     assert StepEntry.objects.count() == 1
     charging.is_broken = False
-    call("outbox_dead_letter", "replay", "charging", str(receipt.message_id))
+    again = ("outbox_message", "redeliver", str(receipt.message_id), "--group", "charging", "--no-input")
+    if is_discarded:
+        call("outbox_dead_letter", "discard", "charging", str(receipt.message_id), "--no-input")
+        call(*again)
+    else:
+        call("outbox_dead_letter", "replay", "charging", str(receipt.message_id))
     consume()
     assert list(Effect.objects.values_list("number", flat=True)) == ["one"]
     assert len(charging.calls) == 1
+    call(*again)
+    consume()
+    assert len(charging.calls) == 2, "the handled message is handled as if for the first time"
 
 
 @pytest.mark.usefixtures("databases", "no_rows")

@@ -145,16 +145,21 @@ def _inbox(row: Handled) -> tuple[str, int]:
     return row.group, row.generation
 
 
-_FORGET: Final = "DELETE FROM {table} WHERE consumer_group = %s AND message_id = %s"
+_FORGET: Final = "DELETE FROM outbox_inbox WHERE consumer_group = %s AND message_id = %s"
+_FORGET_STEPS: Final = """
+DELETE FROM outbox_step WHERE consumer_group = %s AND message_id = %s
+  AND EXISTS (SELECT 1 FROM outbox_inbox known WHERE known.consumer_group = %s AND known.message_id = %s)
+"""
 
 
 def forget(connection: BaseDatabaseWrapper, group: str, message_id: UUID) -> int:
-    """Remove a message's inbox row and steps of a group, in every generation. Returns the number of removed inbox rows.
+    """Remove a group's inbox rows and steps of a message, in every generation. Return the number of removed inbox rows.
 
-    The group then handles the message as if for the first time.
+    The group then handles the message as if for the first time. If it has not handled the message, as after a dead
+    letter, the results of finished steps stay.
     """
     values = [group, stored_uuid(connection, message_id)]
     with without_timeouts(connection), connection.cursor() as cursor:
-        cursor.execute(_FORGET.format(table="outbox_step"), values)
-        cursor.execute(_FORGET.format(table="outbox_inbox"), values)
+        cursor.execute(_FORGET_STEPS, [*values, *values])
+        cursor.execute(_FORGET, values)
         return int(cursor.rowcount)
