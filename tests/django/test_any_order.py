@@ -197,7 +197,7 @@ def mail(body: Any) -> None:
 
 
 @pytest.mark.usefixtures("db")
-def test_tasks_never_reach_the_transport(request: pytest.FixtureRequest) -> None:
+def test_tasks_never_reach_the_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
     with override_settings(
         OUTBOX={
@@ -224,3 +224,7 @@ def test_tasks_never_reach_the_transport(request: pytest.FixtureRequest) -> None
         assert outbox.run_tasks() == 5
         assert sorted(map(str, ran)) == ["1", "2", "3", "4", "{'n': 4}"]
         assert outbox.tasks == []
+        monkeypatch.setitem(app.conf, "task_always_eager", True)
+        publish("orders", {"n": 5}, key="5", at_once=True)
+        outbox.drain()
+        assert ran[5:] == [{"n": 5}]

@@ -362,5 +362,5 @@ def record(task: Task, args: Any, *, task_id: str) -> Mapping[str, Any]:
     """Return the message of a call without sending it."""
     recorder = TaskRecorder(task.app)
     Task.apply_async(task, args, task_id=task_id, producer=recorder, add_to_parent=False)
-    assert recorder.recorded is not None
+    assert recorder.recorded is not None, f"the app sent the call of {task.name} past its producer"
     return recorder.recorded

@@ -113,6 +113,10 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
     def decorate(task: AnyTask) -> AnyTask:
         def call(delivery: Delivery) -> None:
             task_id = str(uuid5(delivery.message_id, delivery.group))
+            if task.app.conf.task_always_eager:  # type: ignore[attr-defined]
+                # An eager call never reaches a broker: Celery runs it in this thread.
+                task.apply((delivery.body,), task_id=task_id, throw=True)  # type: ignore[attr-defined]
+                return
             hand_over(task.app, record(task, (delivery.body,), task_id=task_id))  # type: ignore[attr-defined]
 
         call.__module__, call.__qualname__ = task.__module__, f"{task.__name__} as a task"
