@@ -242,6 +242,14 @@ def test_drain_waits_for_the_queues_of_a_process_that_was_killed(outbox_settings
 
 
 @pytest.mark.usefixtures("_effects")
+def test_drain_needs_no_producer_group(settings: Any) -> None:
+    consume()
+    publish("orders", {}, key="alone", at_once=True)
+    settings.OUTBOX = {name: one for name, one in settings.OUTBOX.items() if name != "PRODUCER_GROUP"}
+    assert "messages queued: 1, deliveries handled: 1" in call("outbox_worker", "--drain")
+
+
+@pytest.mark.usefixtures("_effects")
 def test_drain_handles_the_queues_of_a_process_whose_lease_ends_meanwhile(
     outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

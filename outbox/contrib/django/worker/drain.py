@@ -45,7 +45,8 @@ def queue_messages() -> int:
     Raises the errors of these steps.
     """
     flush()
-    run_check_back()
+    if get_settings().producer_group:
+        run_check_back()
     return get_engine().sequence()
 
 
