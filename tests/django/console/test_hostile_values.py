@@ -253,6 +253,7 @@ def crowd(world: World, values: Sequence[str]) -> list[str]:
     Finding.objects.create(
         id=1234567, output="o", run="r", rule=short[:255], group=short[:127], finding_class="LOST", severity="x",
         key=text, detail=text, at=LAST, first_seen=FIRST, message_id="no uuid", row=text, body=text,
+        step={"action": "publish"},
     )  # fmt: skip
     return [
         *PAGES.values(), f"/outbox/messages/{first}/", f"/outbox/audit/{action.pk}/", "/outbox/groups/one/?name=mail",

@@ -95,7 +95,8 @@ def button(context: Mapping[str, Any], one: Button) -> dict[str, Any]:
         **_with_token(context, one.action),
         "label": one.label,
         "tone": one.tone,
-        "fields": {key: value for key, value in one.fields.items() if value not in (None, "")},
+        # `_shown` renders outside of the page, whose `localize off` would leave 1234 as it is.
+        "fields": {key: str(value) for key, value in one.fields.items() if value not in (None, "")},
     }
 
 
