@@ -73,9 +73,10 @@ def _entry(path: str, name: str, title: str) -> MenuEntry:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
-    """The rows of one page. `more` is the query string of the next page, or '' on the last page."""
+    """The rows of one page, and the query strings of the first and the next page. `more` is '' on the last page."""
 
     rows: Sequence[Row]
+    first: str
     more: str
     is_first: bool
 
@@ -83,20 +84,29 @@ class Page(Generic[Row]):
 def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapping[str, object]]) -> Page[Row]:
     """The page for rows that were read with the limit PER_PAGE + 1.
 
-    `place` returns the URL parameters of the page that begins after a given row.
+    `place` returns the URL parameters of the page that begins after a given row. Rows with the same place stay on one
+    page, because the next page begins after all of them.
     """
-    shown = rows[:PER_PAGE]
-    more = ""
-    if len(rows) > PER_PAGE:
-        following = {name: str(value) for name, value in place(shown[-1]).items()}
-        more = urlencode({**request.GET.dict(), **following})
-    return Page(shown, more, "after" not in request.GET)
+    if len(rows) <= PER_PAGE:
+        return _page(request, rows, {})
+    cut = PER_PAGE
+    while cut and place(rows[cut]) == place(rows[cut - 1]):
+        cut -= 1
+    shown = rows[: cut or len(rows)]
+    return _page(request, shown, place(shown[-1]))
 
 
 def sliced(request: HttpRequest, rows: Sequence[Row]) -> Page[Row]:
     """One page of a list that is completely in memory."""
     begin = value(request.GET, "after", FieldKind.NUMBER) or 0
-    return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
+    end = begin + PER_PAGE
+    return _page(request, rows[begin:end], {"after": end} if len(rows) > end else {})
+
+
+def _page(request: HttpRequest, rows: Sequence[Row], following: Mapping[str, object]) -> Page[Row]:
+    kept = {name: value for name, value in request.GET.items() if name != "after"}
+    more = urlencode({**kept, **following}) if following else ""
+    return Page(rows, urlencode(kept), more, "after" not in request.GET)
 
 
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:

@@ -47,7 +47,8 @@ def test_messages_are_found_by_id_key_topic_and_time(world: World, operator: Cli
 
 def test_unknown_groups_and_topics_are_not_found(operator: Client) -> None:
     for page in ("groups", "topics"):
-        assert operator.get(f"/outbox/{page}/one/", {"name": "nobody"}).status_code == 404
+        answer = operator.get(f"/outbox/{page}/one/", {"name": "nobody"})
+        assert answer.status_code == 404 and b"To the overview" in answer.content
 
 
 def test_every_list_has_its_pages(world: World, operator: Client) -> None:
@@ -61,6 +62,28 @@ def test_every_list_has_its_pages(world: World, operator: Client) -> None:
         more = page.partition('rel="next"')[0].rpartition('href="')[2].partition('"')[0]
         address = "/outbox/messages/" + more.replace("&amp;", "&") if 'rel="next"' in page else ""
     assert shown == [PER_PAGE, 5]
+    assert '<a href="?topic=orders">Back to the first page</a>' in page
+
+
+def test_letters_of_one_message_are_on_the_same_page(world: World, operator: Client) -> None:
+    """One letter of the oldest message, then PER_PAGE of which the last two belong to two groups: three pages."""
+    world.subscribe("one")
+    world.subscribe("other")
+    world.publish(PER_PAGE + 1)
+    world.sql(
+        "INSERT INTO outbox.dead_letter (group_id, log_id, attempts, error, dead_at)"
+        " SELECT group_id, log_id, 1, 'x', now() - make_interval(mins => rank::int)"
+        " FROM (SELECT log_id, rank() OVER (ORDER BY log_id) FROM outbox.commit_log) AS message, outbox.consumer_group"
+        " WHERE name = 'one' OR rank = %s",
+        PER_PAGE,
+    )
+    address, shown = "/outbox/dead-letters/list/", []
+    while address:
+        answer = operator.get(address)
+        page = answer.context["page"]
+        shown.append(len(page.rows))
+        address = f"/outbox/dead-letters/list/?{page.more}" if page.more else ""
+    assert shown == [PER_PAGE - 1, 3]
 
 
 def many_dead_letters(world: World, group: str, count: int, error: str, minutes_ago: int) -> None:
