@@ -39,7 +39,7 @@ from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import periodic, probes, workers
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.roles import FIRST_PROCESS, prepare_health_files
-from outbox.contrib.django.worker.workers import run_check_role, run_pass
+from outbox.contrib.django.worker.workers import run_check_role, run_pass, wait_until_prepared
 from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
@@ -236,6 +236,34 @@ def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monke
     assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
     beat(monkeypatch, left, "broker", ready=True)
     assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
+
+
+seen: list[float] = []
+
+
+def step() -> dict[str, int]:
+    """Note how long the heartbeat of this process counts from now on."""
+    seen.append(Path(os.environ[heartbeat.VARIABLE]).stat().st_mtime - time.time())
+    return {}
+
+
+@pytest.mark.parametrize("loop", [run_check_role, wait_until_prepared])
+def test_a_long_step_is_not_taken_for_a_hung_loop(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[[threading.Event], None]
+) -> None:
+    seen.clear()
+    monkeypatch.setattr(hooks, "preparations", {"a step": f"{__name__}.step"})
+    beat(monkeypatch, prepare_health_files(["check"]), "check", ready=True)
+    stop = threading.Event()
+
+    def last() -> dict[str, int]:
+        stop.set()
+        return step()
+
+    passed = [PeriodicPass(name=one.__name__, interval_seconds=600, run=one) for one in (step, last)]
+    monkeypatch.setattr(workers, "passes", lambda: passed)
+    loop(stop)
+    assert seen and min(seen) > 600
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _CHECK_ENDS_SECONDS: Final = 5.0
 _BEAT_SECONDS: Final = 1.0
+# A preparation or a pass runs between two heartbeats, so it is announced as a step of up to this duration. Otherwise a
+# probe would judge that the process hangs, and its successor, which begins the same step, would be restarted, too.
+_STEP_SECONDS: Final = 3600.0
 
 
 def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
@@ -96,12 +99,13 @@ def prepare_to_consume() -> None:
 def wait_until_prepared(stop: threading.Event) -> None:
     """Do the same as `prepare_to_consume`, and wait for what does not answer.
 
-    If a database or another service does not answer, the function tries again until `stop` is set. It writes heartbeats
-    meanwhile: an unreachable database is no reason to restart the worker.
+    If a database or another service does not answer, the function tries again until `stop` is set. The process counts
+    as alive meanwhile: neither an unreachable database nor a long preparation is a reason to restart the worker.
     """
     for what, work in hooks.preparations.items():
         failures = 0
         while not stop.is_set():
+            heartbeat.busy(_STEP_SECONDS)
             try:
                 hooks.resolved(work)()
                 break
@@ -146,6 +150,8 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
                 # A pass that a receiver of a signal needs appears when the receiver is connected.
                 if time.monotonic() >= due.setdefault(item.name, 0.0):
                     began = time.monotonic()
+                    if alone:
+                        heartbeat.busy(_STEP_SECONDS)
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds
             keep_notes()
