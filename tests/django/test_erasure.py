@@ -27,7 +27,7 @@ from django.apps import apps
 from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import models, transaction
+from django.db import connections, models, transaction
 from django.test import TestCase
 from django.utils import timezone
 from psycopg import sql
@@ -62,7 +62,7 @@ from tests.django.broker_world import World, new_world
 from tests.django.operators import ALL, bury, client_of, make_user
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
-from tests.django.state import stored
+from tests.django.state import execute, stored
 from tests.django.support import call_json, consume, sequence
 from tests.django.test_forward import place, webhook
 from tests.restores import dump, reload_rows
@@ -674,6 +674,35 @@ def test_a_topic_that_a_restored_database_does_not_have_is_left_out(
     with new_world(outbox_settings) as world:
         assert repeat_erasures() == {}
         assert world.sql("SELECT count(*) FROM outbox.erased") == [(2,)]
+
+
+SLOW: Final = """
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.4); RETURN NULL; END $$;
+CREATE TRIGGER slow AFTER INSERT ON {} FOR EACH STATEMENT EXECUTE FUNCTION slow();
+"""
+
+
+def test_timeouts_of_the_databases_do_not_end_what_is_repeated(
+    outbox_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    listed = tmp_path / "erasures"
+    outbox_settings(ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
+    listed.write_text(
+        '{"topic": "gone", "replacement": null, "reason": "request 26", "at": "2026-01-01T00:00:00+00:00",'
+        f' "kind": "message", "value": "{UUID(int=1)}"}}\n'
+    )
+    with new_world(outbox_settings) as world:
+        for alias, table in (("broker", "outbox.erased"), ("default", ErasureEntry._meta.db_table)):
+            database = connections[alias].settings_dict["NAME"]
+            # Only new sessions have the timeout.
+            world.stack.callback(connections[alias].close)
+            world.stack.callback(execute, "DROP FUNCTION slow() CASCADE", alias=alias)
+            execute(SLOW.format(table), alias=alias)
+            world.stack.callback(execute, f'ALTER DATABASE "{database}" RESET statement_timeout', alias=alias)
+            execute(f"ALTER DATABASE \"{database}\" SET statement_timeout = '200ms'", alias=alias)
+            connections[alias].close()
+        assert repeat_erasures() == {}
+        assert world.sql("SELECT count(*) FROM outbox.erased") == [(1,)]
 
 
 # -- the page ----------------------------------------------------------------------------------------------

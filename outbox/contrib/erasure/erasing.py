@@ -21,10 +21,12 @@ from django.apps import apps
 from django.db import connections, models, router, transaction
 
 from outbox import hooks
+from outbox.broker.database import timeouts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
 from outbox.contrib.django.database.aliases import broker_executor
+from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import OperatorAction, RaisedCondition, StepEntry
 from outbox.contrib.django.operations.personal_data import Rows, Scope, saved
@@ -206,7 +208,7 @@ def application_aliases() -> list[str]:
 def _erase_on(alias: str, scope: Scope, entries: Sequence[Erasure], *, dry_run: bool = False) -> dict[str, int]:
     """Erase in the tables of one alias, in one transaction. Return the number of changed rows by table."""
     counts: dict[str, int] = {}
-    with transaction.atomic(using=alias):
+    with transaction.atomic(using=alias), without_timeouts(connections[alias]):
         for model, erase_in in (*_TABLES.items(), *_of_parts()):
             if router.allow_migrate_model(alias, model):
                 counts[model._meta.db_table] = erase_in(model._base_manager.using(alias), scope)
@@ -295,7 +297,7 @@ def repeat_erasures() -> dict[str, int]:
             rows[table] += sum(map(hooks.resolved(its.delete), undone))
     if not get_settings().has_database:
         return dict(rows)
-    with broker_executor() as run, run.connection.transaction():
+    with broker_executor() as run, timeouts.lifted(run.connection):
         # Several workers may start at the same time; the second one finds that all is done.
         run.execute(_LOCK)
         known = broker_rows.done(run)
