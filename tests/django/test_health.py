@@ -266,9 +266,9 @@ def test_a_long_step_is_not_taken_for_a_hung_loop(
     assert seen and min(seen) > 600
 
 
-def fetch(port: int, path: str) -> tuple[int, str]:
+def fetch(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -304,6 +304,29 @@ def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest
         assert address is not None
         assert fetch(int(address[1]), "/name") == (200, connections["default"].settings_dict["NAME"])
     assert opened and all(connection.connection is None for connection in opened)
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
+        tried.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+@pytest.mark.parametrize(("host", "callers"), [("[::1]", ["[::1]"]), ("[::]", ["[::1]", "127.0.0.1"])])
+def test_the_port_of_ipv6(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outbox_settings: Callable[..., None],
+    host: str,
+    callers: list[str],
+) -> None:
+    monkeypatch.setitem(hooks.served, "/name", f"{__name__}.served_by_a_part")
+    outbox_settings(HEALTH_ADDRESS=f"{host}:0", STATUS_TOKEN=None)
+    with probes.served() as address:
+        assert address is not None
+        assert [fetch(int(address[1]), "/name", caller)[0] for caller in callers] == [200] * len(callers)
 
 
 @contextmanager

@@ -74,6 +74,7 @@ def test_every_setting_has_a_default() -> None:
         ({"THRESHOLDS": 60}, r"OUTBOX\['THRESHOLDS'\] must be a dictionary"),
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
         ({"HEALTH_ADDRESS": "9464"}, "HOST:PORT"),
+        ({"HEALTH_ADDRESS": "[]:9464"}, "HOST:PORT"),
         ({"HANDLER_MIDDLEWARE": "a.path"}, "must be a list of dotted paths"),
         ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
         ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),

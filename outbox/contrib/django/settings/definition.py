@@ -319,8 +319,8 @@ def _schema(where: str, value: Any) -> str:
 
 def _address(where: str, value: Any) -> str:
     host, _, port = _text(where, value).rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise wrong(where, value, "HOST:PORT, like '0.0.0.0:9464', or None")
+    if not host.strip("[]") or not port.isdigit() or int(port) > 65535:
+        raise wrong(where, value, "HOST:PORT, like '0.0.0.0:9464' or '[::]:9464', or None")
     return str(value)
 
 

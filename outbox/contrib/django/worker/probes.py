@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         this machine.
         """
         if get_settings().status_token is None:
-            return ip_address(self.client_address[0]).is_loopback
+            caller = ip_address(self.client_address[0])
+            # A socket of IPv6 shows the callers of IPv4 as `::ffff:127.0.0.1`.
+            return (getattr(caller, "ipv4_mapped", None) or caller).is_loopback
         return is_authorized(self.headers.get("Authorization", ""))
 
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
@@ -146,6 +149,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
 
 
 @contextmanager
@@ -161,8 +172,7 @@ def served() -> Iterator[tuple[Any, ...] | None]:
         yield None
         return
     host, _, port = address.rpartition(":")
-    server = ThreadingHTTPServer((host, int(port)), _Handler)
-    server.daemon_threads = True
+    server = _Server(host.strip("[]"), int(port))
     thread = threading.Thread(target=server.serve_forever, name="outbox-health", daemon=True)
     thread.start()
     try:
