@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction
@@ -72,6 +73,31 @@ def path_of(function: Any) -> str:
     """Return `module:function`, the path by which another process can find the function."""
     named = _named(function)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def definition_of(function: Any) -> object:
+    """Return what tells callables of one name apart. A reload of their module makes an equal value."""
+    layers = _layers(function)
+    plain = inspect.unwrap(layers[-1])
+    states: list[object] = []
+    for layer in layers[:-1]:
+        if isinstance(layer, functools.partial):
+            states.append((layer.args, layer.keywords))
+        else:
+            states.append(_state(getattr(layer, "__self__", layer)))
+    # A decorator without functools.wraps gives the same name to all functions that it decorates.
+    enclosed = [path_of(value) for value in _enclosed(plain) if callable(value)]
+    return getattr(plain, "__code__", None), enclosed, states
+
+
+def _enclosed(function: Any) -> Iterator[object]:
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # The name of a function that is being decorated has no value yet.
+            yield cell.cell_contents
+
+
+def _state(owner: object) -> object:
+    return path_of(owner) if inspect.isclass(owner) else getattr(owner, "__dict__", None)
 
 
 def _named(function: Any) -> Any:

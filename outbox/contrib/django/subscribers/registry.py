@@ -18,6 +18,7 @@ from django.utils.module_loading import module_has_submodule
 from outbox import hooks
 from outbox.contrib.django.settings.conf import aware
 from outbox.contrib.django.subscribers.callables import (
+    definition_of,
     is_asynchronous,
     is_generator,
     name_of,
@@ -277,16 +278,24 @@ def _to_its_end(function: Callable[..., Any], name: str) -> Callable[[Any], Coro
 
 
 def register(new: Subscriber) -> None:
-    """Add a subscriber. Raises InvalidSubscription if the group has another function for the topic."""
+    """Add a subscriber. Raises InvalidSubscription if the group has another function or filter for the topic."""
     key = (new.subscription.group, new.subscription.topic)
     known = _subscribers.get(key)
-    if known is not None and known.name != new.name:
+    if known is not None and _identity(known) != _identity(new):
         raise InvalidSubscription(
-            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}, but each "
-            "message would go to only one of these two functions. Give one function another group, or call both from "
-            "one function."
+            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in "
+            f"{'another ' if known.name == new.name else ''}{new.name}, but each message would go to only one of these "
+            "two functions. Give one function another group, or call both from one function. One function takes "
+            "several tags as tag=['paid', 'refunded']."
         )
     _subscribers[key] = new
+
+
+def _identity(registered: Subscriber) -> tuple[object, ...]:
+    """Return what is the same if a module registers its subscriber again, as after importlib.reload."""
+    # Only @subscriber wraps the function of a project.
+    function = getattr(registered.handler, "__wrapped__", None)
+    return registered.name, registered.subscription.filter, None if function is None else definition_of(function)
 
 
 def subscribers() -> list[Subscriber]:
