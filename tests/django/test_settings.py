@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError
+from outbox.utils.safe_text import masked_names
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.state import execute
@@ -75,6 +77,8 @@ def test_every_setting_has_a_default() -> None:
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
         ({"HEALTH_ADDRESS": "9464"}, "HOST:PORT"),
         ({"HEALTH_ADDRESS": "[]:9464"}, "HOST:PORT"),
+        ({"MASKED_FIELDS": {4: ["iban"]}}, r"\['MASKED_FIELDS'\]\[4\] must be a text"),
+        ({"MASKED_FIELDS": {"orders": 4}}, r"\['MASKED_FIELDS'\]\['orders'\] must be a list of field names"),
         ({"HANDLER_MIDDLEWARE": "a.path"}, "must be a list of dotted paths"),
         ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
         ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),
@@ -88,6 +92,27 @@ def test_every_setting_has_a_default() -> None:
 def test_what_is_wrong_is_named_with_its_remedy(settings: Any, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         parse_settings(settings)
+
+
+class Texts(str, Enum):  # noqa: UP042
+    ORDERS = "orders"
+    IBAN = "IBAN"
+    HOLD = "hold"
+    ADDRESS = "localhost:9464"
+
+
+def test_a_member_of_an_enumeration_is_read_as_its_text() -> None:
+    found = parse_settings(
+        {
+            "BROKER": Texts.ORDERS,
+            "HEALTH_ADDRESS": Texts.ADDRESS,
+            "MASKED_FIELDS": {Texts.ORDERS: [Texts.IBAN]},
+            "TOPICS": {Texts.ORDERS: {"on_park": Texts.HOLD}},
+        }
+    )
+    assert f"{found.broker} {found.health_address}" == "orders localhost:9464"
+    assert masked_names(found.masked_fields, "orders") == {"iban"}
+    assert found.topics["orders"].topic.on_park == "hold"
 
 
 def test_a_threshold_that_no_condition_has_is_named_with_the_nearest() -> None:

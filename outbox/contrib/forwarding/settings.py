@@ -40,18 +40,19 @@ DEAD_LETTER: Final = "dead_letter"
 
 def _names_there(where: str, value: Any) -> Mapping[str, str]:
     if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
-        return {name: name for name in value}
+        return {str.__str__(name): str.__str__(name) for name in value}
     if isinstance(value, Mapping) and value and all(isinstance(name, str) for pair in value.items() for name in pair):
-        return dict(value)
+        return {str.__str__(name): str.__str__(there) for name, there in value.items()}
     raise wrong(where, value, "a list of topics, or a dictionary {topic: name of the topic at the receiver}")
 
 
 def _filter(where: str, value: Any) -> str:
+    expression = any_text.check(where, value)
     try:
-        parse_filter(any_text.check(where, value))
+        parse_filter(expression)
     except InvalidFilter as error:
         raise ConfigurationError(f"{where}: {error}") from error
-    return str(value)
+    return expression
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

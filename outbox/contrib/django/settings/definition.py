@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
@@ -166,7 +166,8 @@ def wrong(where: str, value: object, allowed: str) -> ConfigurationError:
 def _text(where: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise wrong(where, value, "a text that is not empty")
-    return value
+    # An f-string shows a member of `class Topics(str, Enum)` as "Topics.ORDER".
+    return str.__str__(value)
 
 
 def texts(kind: str) -> Rule[Sequence[str]]:
@@ -237,7 +238,7 @@ def one_of(*allowed: str, because: str = "") -> Rule[str]:
     def check(where: str, value: Any) -> str:
         if value not in allowed:
             raise wrong(where, value, listed if len(allowed) == 2 else f"one of {listed}")
-        return str(value)
+        return _text(where, value)
 
     return Rule(_quoted(allowed), check)
 
@@ -318,10 +319,11 @@ def _schema(where: str, value: Any) -> str:
 
 
 def _address(where: str, value: Any) -> str:
-    host, _, port = _text(where, value).rpartition(":")
+    given = _text(where, value)
+    host, _, port = given.rpartition(":")
     if not host.strip("[]") or not port.isdigit() or int(port) > 65535:
         raise wrong(where, value, "HOST:PORT, like '0.0.0.0:9464' or '[::]:9464', or None")
-    return str(value)
+    return given
 
 
 def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
@@ -333,16 +335,20 @@ def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
         )
     found = {}
     for topic, given in value.items():
-        if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+        if (
+            isinstance(given, str)
+            or not isinstance(given, Collection)
+            or not all(isinstance(one, str) and one for one in given)
+        ):
             raise wrong(f"{where}[{topic!r}]", given, "a list of field names, like ['password', 'iban']")
-        found[str(topic)] = frozenset(one.lower() for one in given)
+        found[_text(f"{where}[{topic!r}]", topic)] = frozenset(one.lower() for one in given)
     return found
 
 
 def _dotted_paths(where: str, value: Any) -> Mapping[str, str]:
     if not isinstance(value, Mapping):
         raise wrong(where, value, "a dictionary {name: dotted path}, like {'paid orders': 'shop.messages.paid'}")
-    return {str(name): _text(f"{where}[{name!r}]", path) for name, path in value.items()}
+    return {_text(where, name): _text(f"{where}[{name!r}]", path) for name, path in value.items()}
 
 
 dotted_path: Final = or_none(text("dotted path"))
