@@ -16,6 +16,7 @@ from outbox.contrib.django import apublish, publish, subscriber
 from outbox.contrib.django.celery import TransactionalTask, subscriber_task
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox, OutboxTestMixin
+from outbox.errors import InvalidSubscription
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back
 
@@ -228,3 +229,8 @@ def test_tasks_never_reach_the_transport(request: pytest.FixtureRequest, monkeyp
         publish("orders", {"n": 5}, key="5", at_once=True)
         outbox.drain()
         assert ran[5:] == [{"n": 5}]
+
+
+def test_a_task_gets_one_message() -> None:
+    with pytest.raises(InvalidSubscription, match="remove batch"):
+        subscriber_task("orders", group="mail", batch=2)(mail)

@@ -15,7 +15,7 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.settings.conf import get_settings, imported, tasks_topic
 from outbox.contrib.django.subscribers.registry import Subscriber, register, subscriber
-from outbox.errors import ConfigurationError, InvalidName, TransactionUsageError
+from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, TransactionUsageError
 from outbox.message import Delivery
 from outbox.names import check_tag
 from outbox.retry import RetryPolicy
@@ -106,8 +106,13 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
 
     The consumer process sends the call to Celery's broker. When Celery's broker has accepted the call, the message
     counts as handled. From then on, Celery's rules apply to the call (acks_late, retries). If the call is sent twice,
-    both calls have the same task id. The function takes the same `options` as `subscriber`.
+    both calls have the same task id. The function takes the same `options` as `subscriber`, except `batch`.
     """
+    if options.get("batch", 1) != 1:
+        raise InvalidSubscription(
+            f"@subscriber_task({topic!r}, group={group!r}): each message is a call of the task, so batch is not "
+            "possible: remove batch."
+        )
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 
     def decorate(task: AnyTask) -> AnyTask:
