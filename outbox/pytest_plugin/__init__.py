@@ -34,7 +34,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
 
         entered = in_memory_outbox()
         item.stash[_in_memory] = entered.__enter__()
-        item.addfinalizer(lambda: entered.__exit__(None, None, None))
+
+        def end() -> None:
+            # Plugins such as pytest-rerunfailures run the same item again.
+            del item.stash[_in_memory]
+            entered.__exit__(None, None, None)
+
+        item.addfinalizer(end)
 
 
 def _uses_outbox(item: pytest.Item) -> bool:

@@ -83,6 +83,26 @@ def test_pytest(tmp_path: Path) -> None:
     assert "2 passed" in run_pytest(tmp_path, "-k", "no_broker"), "no test asks for a test database of the broker"
 
 
+@pytest.mark.slow
+def test_a_repetition_of_a_test_begins_with_an_empty_outbox(tmp_path: Path) -> None:
+    """As pytest-rerunfailures repeats a test."""
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text(
+        "from _pytest.runner import runtestprotocol\n"
+        "def pytest_runtest_protocol(item, nextitem):\n"
+        "    runtestprotocol(item, nextitem=nextitem, log=False)\n"
+    )
+    case = tmp_path / "test_again.py"
+    case.write_text(
+        "from tests.django.outbox_cases import place\n"
+        "def test_again(outbox):\n"
+        "    place('1')\n"
+        "    assert [one.key for one in outbox.messages('orders')] == ['1']\n"
+    )
+    isolated = ("-p", "no:cacheprovider", "-c", str(tmp_path / "none.ini"), f"--rootdir={tmp_path}")
+    assert "1 passed" in run("pytest", *isolated, str(case))
+
+
 @pytest.mark.soak
 def test_pytest_with_xdist(tmp_path: Path) -> None:
     assert "10 passed" in run_pytest(tmp_path, "-n", "2")
