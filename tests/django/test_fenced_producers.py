@@ -11,7 +11,7 @@ from django.db import connections, transaction
 
 from outbox.contrib.django import fenced_producer, get_broker, message, publish_messages, run_check_back
 from outbox.contrib.django.publishing.fenced_producers import FencedProducer
-from outbox.errors import InvalidMessage, LeftoversUndecided, ProducerFenced
+from outbox.errors import InvalidMessage, LeftoversUndecided, ProducerFenced, UsageError
 from tests.django.shop.models import Order
 from tests.django.state import decisions, rolled_back, stored
 from tests.django.threads import in_thread as in_thread
@@ -100,6 +100,10 @@ class TestFencing:
         send(newer, "next")
         with pytest.raises(ProducerFenced):
             send(older, "zombie")
+
+    def test_a_wait_that_no_server_can_keep_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="wait_seconds=inf"):
+            fenced_producer("import", wait_seconds=float("inf"))
 
 
 def send(producer: FencedProducer, key: str, *, at_once: bool = True) -> None:
