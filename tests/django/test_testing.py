@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.test import TestCase
 
 from outbox import Delivery
-from outbox.contrib.django import publish, subscriber, transactional_message
+from outbox.contrib.django import fenced_producer, message, publish, subscriber, transactional_message
 from outbox.contrib.django.testing import OutboxTestMixin
-from outbox.errors import UsageError
+from outbox.errors import TransactionUsageError, UnknownTopic, UsageError
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, savepoint
 from tests.django.urls import Refused
@@ -70,6 +70,38 @@ class InsideTestCase(OutboxTestMixin, TestCase):
         assert not Effect.objects.exists()
         self.outbox.broker.advance(3600)
         assert self.outbox.drain(raise_errors=False) == 1
+
+    def test_a_newer_instance_of_a_producer_decides_what_the_older_one_published(self) -> None:
+        older = fenced_producer("import")
+        with transaction.atomic():
+            older.publish_messages([message("orders", {}, key="kept")])
+        fenced_producer("import", wait_seconds=0.2)
+        assert [item.key for item in self.outbox.messages("orders")] == ["kept"]
+
+    def test_errors_after_the_handler_reach_the_test(self) -> None:
+        @subscriber("payments", group="careless")
+        def careless(delivery: Delivery) -> None:
+            with contextlib.suppress(UnknownTopic):
+                publish("nowhere", {})
+
+        publish("payments", {}, key="1", at_once=True)
+        with pytest.raises(TransactionUsageError):
+            self.outbox.drain()
+
+    def test_a_conflict_that_a_repetition_cures_is_no_error(self) -> None:
+        tries = []
+
+        @subscriber("payments", group="conflicts")
+        def conflict(delivery: Delivery) -> None:
+            tries.append(delivery)
+            if len(tries) == 1:
+                with connection.cursor() as cursor:
+                    cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+
+        publish("payments", {}, key="1", at_once=True)
+        self.outbox.drain()
+        assert len(tries) == 2
+        assert self.outbox.redeliver(bypass_inbox=True) == 2
 
 
 class WithARealBroker(TestCase):

@@ -23,7 +23,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -43,14 +42,16 @@ from outbox.contrib.django.engine.broker import (
     use_broker,
 )
 from outbox.contrib.django.settings.conf import forced, get_settings
-from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
+from outbox.contrib.django.subscribers import inbox
+from outbox.contrib.django.subscribers.again import HandledCall, deliver_again
 from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.contrib.django.worker.drain import drain, queue_messages
 from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
-from outbox.message import Message
-from outbox.ports import AnyHandler
+from outbox.message import Delivery, Message
+from outbox.ports import AnyHandler, Disposition
+from outbox.subscription import Subscription
 
 if TYPE_CHECKING:
     from outbox.broker.celery.tasks import CapturedTask
@@ -84,10 +85,11 @@ class OutboxForTests(ABC):
         """
         total = 0
         self._errors.clear()
-        while count := self._drain_once():
-            total += count
-            if self._errors and raise_errors:
-                break
+        with self._recording():
+            while count := self._drain_once():
+                total += count
+                if self._errors and raise_errors:
+                    break
         if self._errors and raise_errors:
             raise self._errors[0]
         return total
@@ -125,18 +127,25 @@ class OutboxForTests(ABC):
     def reset(self) -> None:
         """Delete all messages, retries and positions."""
 
-    def _recording(self, handler: AnyHandler) -> AnyHandler:
-        @wraps(handler)
-        def recorded(deliveries: Any) -> Any:
-            try:
-                result = handler(deliveries)
-            except Exception as error:
-                self._errors.append(error)
-                raise
-            self._handled.append(handled_call(handler, deliveries))
-            return result
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        before, inbox.results_listener = inbox.results_listener, self._record
+        try:
+            yield
+        finally:
+            inbox.results_listener = before
 
-        return recorded
+    def _record(
+        self,
+        subscription: Subscription,
+        handler: AnyHandler,
+        deliveries: Sequence[Delivery],
+        results: Sequence[object],
+    ) -> None:
+        self._errors += [result for result in results if isinstance(result, Exception)]
+        handled = [one for one, result in zip(deliveries, results, strict=False) if result is Disposition.HANDLED]
+        calls = [handled] if subscription.batch > 1 else [[one] for one in handled]
+        self._handled += [HandledCall(subscription, handler, call) for call in calls if call]
 
 
 class InMemoryOutbox(OutboxForTests):
@@ -158,7 +167,7 @@ class InMemoryOutbox(OutboxForTests):
 
     def _subscribe(self, broker: InMemoryBroker) -> None:
         for subscription, handler in subscriptions(groups=self._groups):
-            broker.subscribe(subscription, self._recording(with_middleware(handler)))
+            broker.subscribe(subscription, with_middleware(handler))
 
     def reset(self) -> None:
         """Replace the broker by a new in-memory broker."""
@@ -233,7 +242,7 @@ class BrokerOutbox(OutboxForTests):
         if not subscriptions(groups=self._groups):
             queue_messages()
             return 0
-        counts = drain(groups=self._groups, wrap=self._recording)
+        counts = drain(groups=self._groups)
         return counts.handled + counts.failed
 
 

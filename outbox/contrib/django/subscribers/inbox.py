@@ -24,7 +24,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -783,6 +783,9 @@ def _next_generation(connection: BaseDatabaseWrapper, group: str, after: int) ->
 
 # -- calling a handler -----------------------------------------------------------------------------
 
+# A test outbox learns the results of handler calls from this function, which runs on the thread of the call.
+results_listener: Callable[[Subscription, AnyHandler, Sequence[Delivery], Sequence[object]], None] | None = None
+
 
 class InboxInvoker:
     """Calls Django handlers (ports.Invoker).
@@ -806,8 +809,7 @@ class InboxInvoker:
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
         results = self._results(subscription, handler, deliveries, generation, None, [])
-        if self._masked_fields:
-            self._mask(subscription, deliveries, results)
+        self._conclude(subscription, handler, deliveries, results)
         return cast(Sequence[Disposition | Exception], results)
 
     def share(
@@ -816,13 +818,26 @@ class InboxInvoker:
         """Call the handler for a delivery and for the deliveries that join its transaction (ports.SharingInvoker)."""
         joined: list[Delivery] = []
         results = self._results(subscription, handler, [delivery], generation, more, joined)
-        self._mask(subscription, [delivery, *joined], results)
+        self._conclude(subscription, handler, [delivery, *joined], results)
         return results
+
+    def _conclude(
+        self,
+        subscription: Subscription,
+        handler: AnyHandler,
+        deliveries: Sequence[Delivery],
+        results: Sequence[object],
+    ) -> None:
+        """Mask the errors of a call, and tell its results to the listener."""
+        if self._masked_fields:
+            self._mask(subscription, deliveries, results)
+        if results_listener is not None:
+            results_listener(subscription, handler, deliveries, results)
 
     def _mask(self, subscription: Subscription, deliveries: Sequence[Delivery], results: Sequence[object]) -> None:
         """Remove the values of masked fields from the errors."""
         errors = {id(one): one for one in results if isinstance(one, Exception)}
-        if errors and self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
+        if errors and (names := masked_names(self._masked_fields, subscription.topic)):
             contents = [content for one in deliveries for content in _contents(one)]
             for error in errors.values():
                 try:

@@ -349,7 +349,7 @@ class HandlerInvoker(InboxInvoker):
             result = error
         finally:
             refresh_connections()
-        self._mask(subscription, [delivery], [result])
+        self._conclude(subscription, handler, [delivery], [result])
         return result
 
     def _claimed(
