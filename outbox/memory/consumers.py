@@ -15,7 +15,7 @@ from uuid import UUID
 
 from outbox import passing_over, tracing
 from outbox.codec import Codecs
-from outbox.errors import NeedsNewerCode, UndecodableBody
+from outbox.errors import HandlerNotStarted, UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message, afresh
@@ -175,8 +175,8 @@ class ConsumerGroups:
             except UndecodableBody as error:
                 self._give_up(consumer, fetched.entry, shown_text(error))
                 continue
-            except NeedsNewerCode as error:
-                self._wait(consumer, fetched, error)
+            except HandlerNotStarted as error:
+                self._wait(consumer, fetched.entry, fetched.attempt, error)
                 continue
             deliveries.append(
                 Delivery(
@@ -197,7 +197,12 @@ class ConsumerGroups:
         with log_context.handling(deliveries):
             results = consumer.subscription.contained(self._invoke(consumer, deliveries))
         first = results[0]
-        if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
+        if (
+            len(results) > 1
+            and isinstance(first, Exception)
+            and not isinstance(first, HandlerNotStarted)
+            and all(result is first for result in results)
+        ):
             # Halve the batch until the failing message is alone, like the real broker.
             middle = (len(deliveries) + 1) // 2
             again = afresh(deliveries)
@@ -208,7 +213,6 @@ class ConsumerGroups:
             if isinstance(result, Disposition):
                 self.counts[str(result)] += 1
             else:
-                self.counts["failed"] += 1
                 self._failed(consumer, delivery, result)
 
     def _invoke(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
@@ -231,6 +235,10 @@ class ConsumerGroups:
         subscription = consumer.subscription
         entry = self._log.entry(delivery.message_id)
         assert entry is not None
+        if isinstance(error, HandlerNotStarted):
+            self._wait(consumer, entry, delivery.attempt, error)
+            return
+        self.counts["failed"] += 1
         text = error_line(error)
         reaction = subscription.reaction(error)
         if reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(delivery.attempt):
@@ -241,18 +249,13 @@ class ConsumerGroups:
         with self._log.lock:
             self._retries.append(_Retry(due_at, next(self._retry_numbers), consumer, entry, delivery.attempt + 1))
 
-    def _wait(self, consumer: _Consumer, fetched: _Fetched, error: NeedsNewerCode) -> None:
-        """Let a message wait for newer code, without an attempt."""
-        logger.warning(
-            "group %s: message %s waits: %s",
-            consumer.subscription.group,
-            fetched.entry.message.message_id,
-            shown_text(error),
-        )
-        due_at = self._now() + timedelta(seconds=code_wait_seconds(self._now(), fetched.entry.message.born_at))
+    def _wait(self, consumer: _Consumer, entry: Entry, attempt: int, error: HandlerNotStarted) -> None:
+        """Let a message wait for newer code, or for what its handler needs, without an attempt."""
+        group, message = consumer.subscription.group, entry.message
+        logger.warning("group %s: message %s waits: %s", group, message.message_id, shown_text(error))
+        due_at = self._now() + timedelta(seconds=code_wait_seconds(self._now(), message.born_at))
         with self._log.lock:
-            number = next(self._retry_numbers)
-            self._retries.append(_Retry(due_at, number, consumer, fetched.entry, fetched.attempt))
+            self._retries.append(_Retry(due_at, next(self._retry_numbers), consumer, entry, attempt))
 
     def _give_up(self, consumer: _Consumer, entry: Entry, error: str) -> None:
         group = consumer.subscription.group
