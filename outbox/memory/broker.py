@@ -163,13 +163,16 @@ class InMemoryBroker:
         transaction.due_at = (
             now + timedelta(seconds=self._check.recheck_seconds) if may_write else transaction.immune_until
         )
+        return self._check_of(transaction, half, may_write=may_write)
+
+    def _check_of(self, transaction: Transaction, half: HalfTransaction, *, may_write: bool = True) -> Check:
         return Check(
             transaction_id=transaction.transaction_id,
             producer_group=half.producer_group,
             ledger_id=half.ledger_id,
             message=half.messages[0],
             stored_at=transaction.stored_at,
-            age_seconds=(now - transaction.stored_at).total_seconds(),
+            age_seconds=(self.now() - transaction.stored_at).total_seconds(),
             checks=transaction.checks,
             may_write=may_write,
         )
@@ -256,10 +259,10 @@ class InMemoryBroker:
 
     # -- queries ------------------------------------------------------------------------------------
 
-    def undecided(self) -> list[UUID]:
-        """The ids of the undecided transactions, oldest first."""
+    def undecided(self) -> list[Check]:
+        """The checks of the undecided transactions, oldest first, without a wait for their immunity."""
         with self._log.lock:
-            return [transaction.transaction_id for transaction in self._log.undecided()]
+            return [self._check_of(one, one.half) for one in self._log.undecided() if one.half is not None]
 
     # -- consuming ------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.db import connection, transaction
@@ -10,10 +11,11 @@ from django.test import TestCase
 
 from outbox import Delivery
 from outbox.contrib.django import fenced_producer, message, publish, subscriber, transactional_message
-from outbox.contrib.django.testing import OutboxTestMixin
+from outbox.contrib.django.testing import OutboxTestMixin, in_memory_outbox
 from outbox.errors import TransactionUsageError, UnknownTopic, UsageError
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, savepoint
+from tests.django.threads import Other
 from tests.django.urls import Refused
 
 
@@ -115,3 +117,16 @@ class WithARealBroker(TestCase):
                 publish("orders", {}, key="leak", at_once=within is contextlib.nullcontext)
         with pytest.raises(UsageError, match="IN_MEMORY"):
             place("leak")
+
+
+@pytest.mark.usefixtures("application")
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_a_look_does_not_end_the_transaction_of_another_thread(alias: str) -> None:
+    with in_memory_outbox() as outbox, ThreadPoolExecutor(1) as pool:
+        with rolled_back(alias):
+            publish("orders", {}, key="undone", using=alias)
+        other = Other(pool, lambda: publish("orders", {}, key="kept", using=alias), using=alias)
+        assert other.done.wait(60)
+        assert outbox.messages("orders") == []
+        other.end()
+        assert [item.key for item in outbox.messages("orders")] == ["kept"]

@@ -14,10 +14,10 @@ from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
 from outbox.contrib.django.database.django_internals import running_tests
-from outbox.contrib.django.database.transactions import in_transaction
+from outbox.contrib.django.database.transactions import in_test_case, in_transaction
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import ledger
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.memory import InMemoryBroker
 from outbox.memory.consumers import InMemoryConsumers
@@ -65,23 +65,28 @@ class MemoryEngine(Engine):
 
         As in check-back, the ledger row gives the decision.
         """
-        connected = [connections[alias] for alias in ledger_aliases(usable=True)]
+        aliases = ledger_aliases(usable=True)
+        connected = [connections[alias] for alias in aliases]
         undecided = self.broker.undecided()
         if not undecided or any(in_transaction(connection) for connection in connected):
             return 0
-        committed = {one for connection in connected for one in ledger.states(connection, undecided)}
+        if any(in_test_case(connection) for connection in connected):
+            # Only the connections of the TestCase see its ledger rows.
+            ids = [check.transaction_id for check in undecided]
+            committed = {one for connection in connected for one in ledger.states(connection, ids)}
+            decisions = {one: Decision.COMMIT if one in committed else Decision.ROLLBACK for one in ids}
+        else:
+            # A transaction of another thread may still be open.
+            answers = LedgerChecker(aliases).check_local_transactions(undecided)
+            decisions = {one.transaction_id: one.decision for one in answers if one.decision is not Decision.UNKNOWN}
         group = self.settings.required_producer_group()
         self.broker.end(
             [
-                EndTransaction(
-                    transaction_id=transaction_id,
-                    decision=Decision.COMMIT if transaction_id in committed else Decision.ROLLBACK,
-                    producer_group=group,
-                )
-                for transaction_id in undecided
+                EndTransaction(transaction_id=transaction_id, decision=decision, producer_group=group)
+                for transaction_id, decision in decisions.items()
             ]
         )
-        return len(undecided)
+        return len(decisions)
 
     def leftover_work(self) -> LeftoverWork:
         self.refusals.refuse("left", "what is left")
