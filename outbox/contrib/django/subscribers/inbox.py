@@ -809,7 +809,8 @@ class InboxInvoker:
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
         results = self._results(subscription, handler, deliveries, generation, None, [])
-        self._conclude(subscription, handler, deliveries, results)
+        if self._masked_fields or results_listener is not None:
+            self._conclude(subscription, handler, deliveries, results)
         return cast(Sequence[Disposition | Exception], results)
 
     def share(
@@ -818,7 +819,8 @@ class InboxInvoker:
         """Call the handler for a delivery and for the deliveries that join its transaction (ports.SharingInvoker)."""
         joined: list[Delivery] = []
         results = self._results(subscription, handler, [delivery], generation, more, joined)
-        self._conclude(subscription, handler, [delivery, *joined], results)
+        if self._masked_fields or results_listener is not None:
+            self._conclude(subscription, handler, [delivery, *joined], results)
         return results
 
     def _conclude(
