@@ -60,8 +60,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
 def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, leader: Leader) -> None:
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
         run = Executor(connection, database.schema)
-        if timeouts.lift_where_direct(connection):
-            timeouts.limit_locks_for_session(connection)
+        timeouts.limit_locks_where_direct(connection)
         leader.begin(run, owner)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)

@@ -1167,10 +1167,7 @@ class ConsumerSession:
             try:
                 # While no message is published, this database session is idle for seconds, so the session must have no
                 # timeout that ends an idle session.
-                if timeouts.lift_where_direct(connection):
-                    # If a table stays locked, the lock timeout ends the waiting statement. After this lock timeout, the
-                    # process logs the error and connects again.
-                    timeouts.limit_locks_for_session(connection)
+                timeouts.limit_locks_where_direct(connection)
                 if listening:
                     queued = Channel.QUEUED.name_in(run.schema)
                     announcements = Announcements(connection, without_own=queued)

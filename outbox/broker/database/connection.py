@@ -90,7 +90,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
 
     `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
     session, so the connection prepares no statement, does not LISTEN and sets nothing for its session. `limits_locks`:
-    the session has a limit for locks (timeouts.limit_locks_for_session).
+    the session has a limit for locks (timeouts.limit_locks_where_direct).
     """
 
     deadline: float | None = None

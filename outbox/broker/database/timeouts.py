@@ -46,14 +46,16 @@ def lift_where_direct(connection: Connection) -> bool:
         return cursor.rowcount > 0
 
 
-def limit_locks_for_session(connection: BrokerConnection) -> None:
-    """On a direct connection, make each statement raise LockNotAvailable after ten seconds of waiting for a lock.
+def limit_locks_where_direct(connection: BrokerConnection) -> None:
+    """Do the same as `lift_where_direct`, but make each statement of a direct connection raise LockNotAvailable after
+    ten seconds of waiting for a lock.
 
     The functions that lift timeouts keep this limit. Without it, a loop that waits for a locked table would write
-    neither a log line nor a heartbeat.
+    neither a log line nor a heartbeat. With it, the process logs the error and connects again.
     """
-    connection.execute(_LIMIT_SESSION)
-    connection.limits_locks = True
+    if lift_where_direct(connection):
+        connection.execute(_LIMIT_SESSION)
+        connection.limits_locks = True
 
 
 def lift_for_transaction(connection: Connection) -> None:

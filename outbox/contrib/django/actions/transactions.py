@@ -16,7 +16,6 @@ from outbox.broker.operations.trace import trace
 from outbox.broker.transaction import turns
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
-from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.actions.cells import ago, badge, error, inert, joined, message_link, quiet, shortened
 from outbox.contrib.django.actions.declaration import (
     MOST,
@@ -99,7 +98,7 @@ def ask_again(
             # Some of the ids are those of further messages of their transactions.
             wanted = sorted({check.transaction_id for check in known.values() if check is not None})
             hint_checks(run, wanted, settings=settings)
-        silent = silent_groups(run, wanted)
+        silent = turns.silent_groups(run, wanted)
     return wanted, " ".join(_silence(name, seconds) for name, seconds in silent.items())
 
 
@@ -368,7 +367,7 @@ def _forget(values: Values) -> ActionPlan:
 def _read(run: Executor, asked: Asked) -> list[Row]:
     """Return a page of open transactions. `is_answered`: a process answers the checks of the producer group."""
     found = list_open(run, **asked.only("group", "parked", "after"), limit=asked.limit)
-    silent = silent_groups(run, [one.transaction_id for one in found])
+    silent = turns.silent_groups(run, [one.transaction_id for one in found])
     for one in found:
         one.is_answered = one.producer_group not in silent
     return found

@@ -16,7 +16,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import consumer_runtime, run_all
 from outbox.errors import BrokerUnavailable
-from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
+from outbox.ports import ConsumeCounts, LeftoverWork
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,15 @@ def queue_messages() -> int:
     return get_engine().sequence()
 
 
-def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
+def drain(*, groups: Sequence[str] = ()) -> DrainCounts:
     """Send, check back, sequence and handle messages, and repeat this until no work is due.
 
-    The parameter `groups` limits the drain to these groups. For each handler, `wrap` returns the function that is
-    called instead of the handler. Messages and retries that are not due yet stay in the broker. Workers may run at the
-    same time. If the engine cannot find out which work is due, the function raises NotSupported. The function also
-    raises the errors of its steps.
+    The parameter `groups` limits the drain to these groups. Messages and retries that are not due yet stay in the
+    broker. Workers may run at the same time. If the engine cannot find out which work is due, the function raises
+    NotSupported. The function also raises the errors of its steps.
     """
     get_engine().refusals.require("run_once", "handling the messages that are due now")
-    runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
+    runtime, queued, handled, failed = consumer_runtime(groups=groups), 0, 0, 0
     while True:
         appended = queue_messages()
         counts = runtime.run_once()

@@ -12,7 +12,6 @@ from outbox import hooks
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.transaction import turns
-from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database, broker_executor
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
@@ -68,7 +67,7 @@ def passes(part: ProcessPart = ProcessPart.PASS) -> list[PeriodicPass]:
         PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
         for name in engine_of(settings).pass_names
     ]
-    return [one(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
+    return [one(turns.CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
 
 
 def tasks() -> list[PeriodicPass]:
